@@ -16,21 +16,20 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from specbench.config.compose import with_hydra
-from specbench.data.conversations import Messages, conversations
+from specbench.config.compose import program
+from specbench.data.conversations import Messages, check_conversations, conversations
+from specbench.data.training import data_of, questions_of
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.state import Request
 from specbench.models.pairs import Pair, load_pair
-from specbench.system.errors import one_line_errors
-from specbench.system.files import check_settings, whole_lines, write_json
+from specbench.system.errors import UserError
+from specbench.system.files import check_settings, lock_file, make_folder, whole_lines, write_json
 from specbench.system.settings import Count, Seed, Temperature, check_all
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from omegaconf import DictConfig
 
 SETTINGS = {
@@ -70,25 +69,44 @@ def answered(
 
 
 def answer(cfg: DictConfig) -> Path:
-    """Writes conversations with answers as configured (conf/answer.yaml) and returns the file."""
+    """Writes conversations with answers as configured (conf/answer.yaml) and returns the file.
+
+    Raises:
+        UserError: a setting is wrong, or the file is another one's, or that of the prompts.
+    """
     check_all(cfg, SETTINGS)
+    check_conversations(cfg)
+    out = Path(cfg.out)
+    begun = out.with_name(f"{out.stem}.settings.json")
+    if cfg.conversations is not None and out.resolve() == Path(cfg.conversations).resolve():
+        raise UserError(f"out={out} is the file of the prompts: give another out=FILE")
+    make_folder(out.parent)
+    with lock_file(out, "written"):
+        if out.exists() and out.stat().st_size and not begun.exists():
+            raise UserError(
+                f"{out} is there without {begun.name}, which says what its answers are of: "
+                "move it away, or give another out=FILE"
+            )
+        settings = {name: cfg[name] for name in SAME} | {"target": cfg.pair.target}
+        settings |= {"data": data_of(cfg), "questions": questions_of(cfg)}
+        if done := whole_lines(out):
+            check_settings(begun, settings, f"'{out}'")
+        else:
+            write_json(begun, settings)
+        if done < cfg.count:
+            write(cfg, out, done)
+    print(out)
+    return out
+
+
+def write(cfg: DictConfig, out: Path, done: int) -> None:
+    """Adds answered conversations to a file that holds `done` of them, until there are `cfg.count` or no more."""
     pair = load_pair(cfg.pair, cfg.seed, with_draft=False)
     scheduler = Scheduler(cfg.batch_size)
     engine = Engine(pair.staged, Drafter(), pair.stop_ids, scheduler, pair.context_length)
     decoding = SamplingParams(cfg.max_new_tokens, cfg.temperature)
-    out = Path(cfg.out)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    settings = {name: cfg[name] for name in SAME} | {"target": cfg.pair.target}
-    begun = out.with_name(f"{out.stem}.settings.json")
-    if done := whole_lines(out):
-        check_settings(begun, settings, f"'{out}'")
-    else:
-        write_json(begun, settings)
     # Once: in a second epoch, greedy answers would come again, among them those that trainers hold out.
-    texts: Iterator[Messages] = conversations(
-        cfg.conversations, cfg.pair, cfg.seed, split=cfg.split, epochs=1, needs_answers=False
-    )
-    texts = islice(texts, done, None)
+    texts = islice(conversations(cfg, epochs=1, needs_answers=False), done, None)
     with (
         out.open("a", encoding="utf-8") as file,
         tqdm(total=cfg.count, initial=done, unit="conversation") as bar,
@@ -103,14 +121,9 @@ def answer(cfg: DictConfig) -> Path:
             file.flush()
             done += len(originals)
             bar.update(len(originals))
-    print(out)
-    return out
 
 
-@one_line_errors()
-def main() -> int:
-    """Does what the command line says; returns the exit code."""
-    return with_hydra("answer", one_line_errors()(answer))
+main = program("answer", answer)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from specbench.decoding.kv_layout import AlignedLayout
+from methods.common.aligned_layout import AlignedLayout
 from specbench.decoding.scheduler import Scheduler
 
 if TYPE_CHECKING:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, Any
 
-from specbench.decoding.kv_layout import AlignedLayout
+from methods.common.aligned_layout import AlignedLayout
 from specbench.decoding.scheduler import Scheduler
 from specbench.system.settings import Count, NotNegative
 
@@ -49,10 +49,13 @@ class ExSpec(Scheduler):
         self.slots = max(window, batch_size)
         self.slack, self.max_skipped_rounds = slack, max_skipped_rounds
         self._last = 0  # sequences that ran in the last round: the first ones
+        # By request: rounds in a row in which a younger sequence ran and this one did not.
+        self._skipped: Counter[int] = Counter()
 
     def layout(self, cache: KVCache) -> AlignedLayout:
         """One that tolerates `slack` before it aligns."""
         self._last = 0
+        self._skipped.clear()
         return AlignedLayout(cache, self.slack)
 
     def choose(self, held: list[SequenceState]) -> list[int]:
@@ -60,10 +63,14 @@ class ExSpec(Scheduler):
         b = min(self.batch_size, len(held))
         by_age = sorted(range(len(held)), key=lambda slot: held[slot].request_index)
         chosen = by_age[:b]
-        if all(one.skipped_rounds < self.max_skipped_rounds for one in held):
+        if all(self._skipped[one.request_index] < self.max_skipped_rounds for one in held):
             chosen = self._group(held, by_age, b) or chosen
         self.stats = {"grouped": len({held[slot].length for slot in chosen}) == 1} if b > 1 else {}
         self._last = b
+        ran = {held[slot].request_index for slot in chosen}
+        youngest = max(ran)
+        for index in (one.request_index for one in held):
+            self._skipped[index] = 0 if index in ran else self._skipped[index] + (index < youngest)
         return sorted(chosen)
 
     def _group(self, held: list[SequenceState], by_age: list[int], b: int) -> list[int]:

@@ -89,9 +89,9 @@ TEXT = ("prompt_weight=0.2", "length=512", "precision=bf16")  # of every drafter
 def steps(build: Build, size: Size) -> list[list[Step]]:
     """All steps; those of one list do not need each other."""
     out, weights, answers = build.out, build.weights, build.out / "answers"
-    tokenizer = f"pair.tokenizer={weights / 'tokenizer'}"
+    every = (f"pair.tokenizer={weights / 'tokenizer'}", f"data.path={out / 'questions.jsonl'}")
     pairs = {
-        name: (f"pair={pair}", f"pair.target={weights / target}", tokenizer)
+        name: (f"pair={pair}", f"pair.target={weights / target}", *every)
         for name, pair, target in (("deep", "tiny", "target"), ("shallow", "tiny_shallow", "target_shallow"))
     }
     both = answers / "both.jsonl"
@@ -150,7 +150,7 @@ def steps(build: Build, size: Size) -> list[list[Step]]:
 
     calibrate = ("methods.vocab_trim.calibrate", *pairs["deep"], f"conversations={both}", *counted)
     stored = (f"conversations={both}", f"tokens={size.stored}", f"out={weights / 'rest'}")
-    datastore = ("methods.rest.train", *pairs["deep"], f"data.path={out / 'questions.jsonl'}", *stored)
+    datastore = ("methods.rest.train", *pairs["deep"], *stored)
     numbers = zip(("--per-task", "--others", "--max-new-tokens"), (*size.question_counts, size.answer_tokens))
     look = ("specbench.tiny.soundness", "--weights", f"{weights}", *(f"{name}={n}" for name, n in numbers))
     *chain, shallow, deep, draft = (model(stage) for stage in build.recipe.stages)

@@ -138,7 +138,7 @@ class Lookahead(Drafter):
         for slot, (sequence, limit) in enumerate(zip(batch.sequences, batch.limits)):
             search = self._searches[slot]
             guesses = search.pool.guesses(sequence.tokens[-1])
-            nodes, above = merged(guesses, min(limit, self.max_draft_tokens), batch.max_nodes)
+            nodes, above = merged(guesses, limit, batch.max_nodes)
             candidates.append(len(nodes))
             # Where a token budget leaves no room for all columns the first ones go on.
             fitting = (batch.max_nodes - len(nodes) + 1) // (self.ngram - 1)

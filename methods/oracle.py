@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from specbench.decoding.device import on_device, span
+from specbench.decoding.device import on_device
 from specbench.decoding.drafter import Needs, make_drafter
 from specbench.decoding.wrapped import WrappedDrafter
 from specbench.models.pairs import Pair
@@ -162,7 +162,7 @@ class Oracle(WrappedDrafter):
 
     def draft(self, batch: Batch) -> Draft:
         """The wrapped drafter's draft with the oracle's tokens."""
-        k = min(self.max_draft_tokens, batch.max_draft)
+        k = batch.max_draft
         if self.feeds:
             return self.inner.draft(batch)
         self._propose(batch)
@@ -201,15 +201,9 @@ class Oracle(WrappedDrafter):
 
     def _propose(self, batch: Batch) -> None:
         """Looks up the tokens [b, k] of a draft; where `_unknown` [b, k], the wrapped drafter's own are proposed."""
-        b, k = batch.size, self.max_draft_tokens
-        if b == 1 and batch.kv_bucket is None:
-            first = batch.lengths[0]
-            right, wrong, draws = (table[:1, first : first + k] for table in self._tables)
-        else:
-            places = span(batch.seq_lens, k)
-            right, wrong, draws = (table[:b].gather(1, places) for table in self._tables)
+        right, wrong, draws = (batch.window(table, 0, self.max_draft_tokens) for table in self._tables)
         # A captured function must also cover an answer that leaves the reference later.
-        surely = batch.kv_bucket is None and None not in self._current[:b]
+        surely = batch.kv_bucket is None and None not in self._current[: batch.size]
         self._proposed = torch.where(draws < self._rates, right, wrong)
         self._unknown, self._step = None if surely else right == UNKNOWN, 0
 

@@ -15,9 +15,9 @@ from hydra.core.hydra_config import HydraConfig
 
 from methods.common.build import Step, run_all
 from methods.states import RECORD as STATES
-from specbench.config.compose import with_hydra
+from specbench.config.compose import program
 from specbench.data.training import RECORD
-from specbench.system.errors import UserError, one_line_errors
+from specbench.system.errors import UserError
 from specbench.system.settings import Count, NotNegative, Seed, check, check_all, plain
 
 if TYPE_CHECKING:
@@ -108,10 +108,7 @@ def make(cfg: DictConfig) -> None:
     print(out / "weights")
 
 
-@one_line_errors()
-def main() -> int:
-    """Does what the command line says; returns the exit code."""
-    return with_hydra("parts", one_line_errors()(make))
+main = program("parts", make)
 
 
 if __name__ == "__main__":

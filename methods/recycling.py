@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from methods.common.rank_trees import grown, likeliest_ids, rank_tree
+from methods.common.rank_trees import RankTrees, grown, likeliest_ids
 from specbench.data.warm_start import warm_rows
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.slots import Slots
@@ -107,9 +107,8 @@ class TokenRecycling(Drafter):
         paths = grown(ROOT_CHILDREN, CHILDREN)
         if nodes > len(paths):
             raise UserError(f"method.nodes={nodes}: the tree has {len(paths)}")
-        self.paths = sorted(paths, key=chance, reverse=True)[:nodes]
-        self.max_nodes = nodes
-        self.max_draft_tokens = max(map(len, self.paths))
+        self.trees = RankTrees(sorted(paths, key=chance, reverse=True)[:nodes])
+        self.max_nodes, self.max_draft_tokens = nodes, self.trees.depth
         self.prompt, self.shared = prompt, memory == "run"
         self.taps = (NORMED,) if prompt else ()
         self.device = pair.device
@@ -139,8 +138,7 @@ class TokenRecycling(Drafter):
 
     def draft(self, batch: Batch) -> Draft:
         """Fills the tree, level by level."""
-        paths = tuple(self.paths[: min(batch.max_nodes, self.max_nodes)])
-        tree, levels = rank_tree(paths, batch.max_draft, self.device)
+        tree, levels, _ = self.trees.of(batch)
         table = torch.arange(batch.size, device=self.device).unsqueeze(1) * (not self.shared)
         tokens = [batch.last_tokens(1)]
         for level in levels:

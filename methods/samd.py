@@ -110,7 +110,8 @@ class SAMDecoding(WrappedDrafter):
         parents = [tree.parents for tree in copied] if self.corpus is not None else None
         draft = Draft.of([tree.tokens for tree in copied], batch.tokens.device, parents)
         if not self.alone and not all(self._copies):
-            inner_draft = self.inner.draft(batch)
+            limits = [min(limit, self.inner.max_draft_tokens) for limit in batch.limits]
+            inner_draft = self.inner.draft(replace(batch, limits=limits))
             draft = merged(draft, inner_draft, self._copies) if any(self._copies) else inner_draft
         draft.stats["copied"] = [int(copies) for copies in self._copies]
         return draft

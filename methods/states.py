@@ -2,7 +2,7 @@
 
 Trainers that are given the folder as `states=FOLDER` read rows, weights and states from it, so that an epoch costs what
 is trained, not a pass of the target. The folder holds flat files, to which rows are appended: a command that was
-stopped goes on with the row that follows.
+stopped goes on with the row that follows, and so does a finished one that is given more `tokens`.
 
     ids.bin [rows, length] int32, weights.bin [rows, length] float32, hidden_<tap>.bin [rows, length, d] bfloat16,
     likeliest.bin [rows, length, top] int32, probs.bin [rows, length, top] bfloat16: of the token that follows
@@ -13,9 +13,9 @@ stopped goes on with the row that follows.
 from __future__ import annotations
 
 import hashlib
-import json
 import sys
 from itertools import islice
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -24,14 +24,24 @@ import torch
 from tqdm import tqdm
 
 from methods.common.losses import CHUNK, LIKELIEST, PROBS, Head
-from specbench.config.compose import with_hydra
-from specbench.data.conversations import Tokens, batched, conversations, packed_rows, tokenizer_of
-from specbench.data.training import data_of
+from specbench.config.compose import program
+from specbench.data.conversations import (
+    Tokens,
+    batched,
+    check_conversations,
+    check_prompt_weight,
+    conversations,
+    count_left_out,
+    packed_rows,
+    tokenizer_of,
+)
+from specbench.data.training import STATES as RECORD
+from specbench.data.training import data_of, questions_of
 from specbench.decoding.state import NORMED
 from specbench.models.pairs import Pair, load_pair
-from specbench.system.errors import UserError, one_line_errors
-from specbench.system.files import check_settings, write_json
-from specbench.system.settings import Count, Range, Seed, check_all
+from specbench.system.errors import UserError
+from specbench.system.files import check_settings, lock_folder, make_folder, read_json, write_json
+from specbench.system.settings import Count, NotNegative, Range, Seed, check_all
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -41,7 +51,7 @@ if TYPE_CHECKING:
 
     from specbench.data.training import Batch
 
-RECORD, BEGUN, IDS, WEIGHTS = "states.json", "begun.json", "ids.bin", "weights.bin"
+BEGUN, IDS = "begun.json", "ids.bin"
 SAMPLED = 64  # values of each weight, which tell targets apart
 HELD_OUT, HELD_OUT_ROWS = "held_out", 64
 TOO_MANY = 10_000  # conversations in a row without anything to learn from
@@ -54,6 +64,7 @@ SETTINGS = {
     "seed": Seed,
     "taps": list[int],
     "top": Annotated[int, Range(0)],
+    "prompt_weight": NotNegative,
     "precision": Literal["no", "bf16"],
 }
 
@@ -75,8 +86,7 @@ def rows_of(
 ) -> Iterator[Tokens]:
     """Packed rows of `cfg.length` tokens of conversations, endless unless `epochs` are given."""
     tokenize = tokenizer_of(pair, cfg.prompt_weight)
-    stream = conversations(cfg.conversations, cfg.pair, cfg.seed, held_out, cfg.split, epochs)
-    full_rows = (row for messages in stream for row in tokenize(messages))
+    full_rows = (row for messages in conversations(cfg, held_out, epochs) for row in tokenize(messages))
     cut = ((ids[: cfg.length], weights[: cfg.length]) for ids, weights in full_rows)
     pad_id = pair.tokenizer.pad_token_id
     return packed_rows(
@@ -95,11 +105,15 @@ def _answered(rows: Iterator[Tokens], length: int) -> Iterator[Tokens]:
             raise UserError(f"the conversations hold nothing that the assistant says within {length} tokens")
 
 
+def text_facts(cfg: DictConfig) -> dict[str, Any]:
+    """What the rows of a folder depend on."""
+    return {"data": data_of(cfg)} | {name: cfg[name] for name in SAME}
+
+
 def facts(cfg: DictConfig, pair: Pair) -> dict[str, Any]:
     """What the rows and states of a folder depend on."""
     width = pair.target.config.get_text_config().hidden_size
-    of_target = {"hidden_size": width, "target_sha256": target_sha256(pair.target)}
-    return {"data": data_of(cfg)} | of_target | {name: cfg[name] for name in SAME}
+    return text_facts(cfg) | {"hidden_size": width, "target_sha256": target_sha256(pair.target)}
 
 
 @torch.no_grad()
@@ -116,44 +130,77 @@ def target_sha256(target: PreTrainedModel) -> str:
 def write(cfg: DictConfig) -> Path:
     """Computes states as configured (conf/states.yaml) and returns their folder."""
     check_all(cfg, SETTINGS)
-    pair = load_pair(cfg.pair, cfg.seed, with_draft=False)
+    check_prompt_weight(cfg.prompt_weight)
+    check_conversations(cfg)
     if cfg.conversations is None and cfg.tokens is None:
         raise UserError("a pair's own text does not end: say how much of it with tokens=1000000")
+    pair = load_pair(cfg.pair, cfg.seed, with_draft=False)
     layers = pair.target.config.get_text_config().num_hidden_layers
     if wrong := [tap for tap in cfg.taps if not NORMED <= tap <= layers]:
         raise UserError(
             f"taps holds {wrong[0]}, and the target has the depths 0 to {layers}, and -1 after its norm"
         )
-    out = Path(cfg.out)
+    out = make_folder(Path(cfg.out))
     wanted = facts(cfg, pair) | {
+        "questions": questions_of(cfg),
         "taps": sorted(set(cfg.taps)),
         "precision": cfg.precision,
         "top": min(cfg.top, len(pair.tokenizer), pair.target.get_output_embeddings().weight.shape[0]),
     }
-    for file in (out / HELD_OUT / RECORD, out / BEGUN, out / RECORD):
-        check_settings(file, wanted, f"the folder of states '{out}'")
-    if (out / RECORD).exists():
-        print(f"already there: {out}")
-        return out
-    out.mkdir(parents=True, exist_ok=True)
-    write_json(out / BEGUN, wanted)
-    most = None if cfg.tokens is None else -(-cfg.tokens // cfg.length)
-    store(islice(rows_of(cfg, pair, held_out=True), HELD_OUT_ROWS), cfg, pair, out / HELD_OUT, wanted)
-    store(islice(rows_of(cfg, pair, epochs=1), most), cfg, pair, out, wanted)
+    with lock_folder(out, "written"):
+        for file in (out / HELD_OUT / RECORD, out / BEGUN, out / RECORD):
+            check_settings(file, wanted, f"the folder of states '{out}'")
+        if is_finished(out, cfg.tokens):
+            print(f"already there: {out}")
+            return out
+        (out / RECORD).unlink(missing_ok=True)  # of fewer tokens
+        write_json(out / BEGUN, wanted)
+        if not (out / HELD_OUT / RECORD).exists():
+            held_out = islice(rows_of(cfg, pair, held_out=True), HELD_OUT_ROWS)
+            store(held_out, cfg, pair, out / HELD_OUT, wanted)
+        most = None if cfg.tokens is None else -(-cfg.tokens // cfg.length)
+        record = wanted | {"tokens": cfg.tokens, "left_out": count_left_out(cfg)}
+        store(islice(rows_of(cfg, pair, epochs=1), most), cfg, pair, out, record)
     print(out)
     return out
 
 
+def is_finished(out: Path, tokens: int | None) -> bool:
+    """Whether a folder holds the states of so many tokens (None: of all) and no fewer.
+
+    Raises:
+        UserError: it holds more.
+    """
+    if not (out / RECORD).exists():
+        return False
+    stored = read_json(out / RECORD).get("tokens", tokens)  # older folders do not tell
+    if (stored or inf) > (tokens or inf):
+        raise UserError(
+            f"the folder of states '{out}' was made with tokens={stored or 'null'}, which is more than {tokens}: "
+            "give the same, or another out="
+        )
+    return stored == tokens
+
+
+def arrays_of(record: dict[str, Any]) -> dict[str, tuple[type, int]]:
+    """The files of a folder (NAME.bin) by what a batch calls them: the type of a number, and how many a token has.
+
+    Numbers of 16 bits are bfloat16, which numpy does not know.
+    """
+    arrays: dict[str, tuple[type, int]] = {"ids": (np.int32, 1), "weights": (np.float32, 1)}
+    arrays |= {key_of(tap): (np.int16, record["hidden_size"]) for tap in record["taps"]}
+    if top := record["top"]:
+        arrays |= {LIKELIEST: (np.int32, top), PROBS: (np.int16, top)}
+    return arrays
+
+
 def store(rows: Iterator[Tokens], cfg: DictConfig, pair: Pair, out: Path, record: dict[str, Any]) -> None:
     """Writes rows and the target's states of them, after the rows that the folder holds already, and then `record`."""
-    if (out / RECORD).exists():
-        return
-    out.mkdir(parents=True, exist_ok=True)
-    taps, top, width = record["taps"], record["top"], record["hidden_size"]
-    bytes_of = {IDS: 4, WEIGHTS: 4} | {f"{key_of(tap)}.bin": 2 * width for tap in taps}
-    if top:
-        bytes_of |= {f"{LIKELIEST}.bin": 4 * top, f"{PROBS}.bin": 2 * top}
-    sizes = {out / name: cfg.length * size for name, size in bytes_of.items()}
+    make_folder(out)
+    sizes = {
+        out / f"{name}.bin": cfg.length * width * np.dtype(kind).itemsize
+        for name, (kind, width) in arrays_of(record).items()
+    }
     done = min((path.stat().st_size // size if path.exists() else 0) for path, size in sizes.items())
     done -= done % cfg.batch_size
     decoder: Any = pair.target.get_decoder()
@@ -164,18 +211,19 @@ def store(rows: Iterator[Tokens], cfg: DictConfig, pair: Pair, out: Path, record
     for batch in tqdm(todo, desc=out.name, unit="batch", initial=done // cfg.batch_size):
         ids = batch["input_ids"].to(pair.target.device)
         with torch.autocast(ids.device.type, torch.bfloat16, cfg.precision == "bf16"):
-            states_by_tap = states_of(decoder, ids, {*taps, NORMED})
+            states_by_tap = states_of(decoder, ids, {*record["taps"], NORMED})
         tensors = {"ids": batch["input_ids"].to(torch.int32), "weights": batch["loss_weight"]}
-        tensors |= {key_of(tap): states_by_tap[tap].to(torch.bfloat16) for tap in taps}
-        if top:
-            tensors |= distributions(states_by_tap[NORMED], batch, pair, top)
+        tensors |= {key_of(tap): states_by_tap[tap].to(torch.bfloat16) for tap in record["taps"]}
+        if record["top"]:
+            tensors |= distributions(states_by_tap[NORMED], batch, pair, record["top"])
         for name, tensor in tensors.items():
             tensor = tensor.cpu()
             raw = tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
             files[name].write(raw.numpy().tobytes())
+        done += len(ids)
     for file in files.values():
         file.close()
-    (out / RECORD).write_text(json.dumps(record, indent=2) + "\n")
+    write_json(out / RECORD, record | {"rows": done})
 
 
 def distributions(finals: torch.Tensor, batch: Batch, pair: Pair, top: int) -> dict[str, torch.Tensor]:
@@ -200,47 +248,73 @@ def distributions(finals: torch.Tensor, batch: Batch, pair: Pair, top: int) -> d
     return {LIKELIEST: ids, PROBS: probs}
 
 
+def check_states(cfg: DictConfig) -> None:
+    """Checks the folder `cfg.states` of a training as far as that takes no weights.
+
+    Raises:
+        UserError: it is not finished, holds other rows, or lacks what the training asks of it.
+    """
+    for held_out in (False, True):
+        record = _record(cfg, text_facts(cfg), held_out)
+        if cfg.vocab_sample is not None and not record["top"]:
+            raise UserError(
+                f"vocab_sample needs the target's likeliest tokens, and the states in '{cfg.states}' have none: "
+                "make them with top=64"
+            )
+
+
+def _record(cfg: DictConfig, wanted: dict[str, Any], held_out: bool) -> dict[str, Any]:
+    """The record of the rows in `cfg.states`. Raises UserError where it has other facts, or there are too few rows."""
+    folder = _folder(cfg, held_out)
+    if not (folder / RECORD).is_file():
+        raise UserError(f"there are no states in '{folder}': `python -m methods.states` makes them")
+    record = read_json(folder / RECORD)
+    for name, value in wanted.items():
+        if record.get(name, value) != value:
+            raise UserError(f"the states in '{folder}' have {name}={record[name]}, and the training {value}")
+    count, least = _count(cfg, folder), 1 if held_out else cfg.batch_size
+    if count < least:
+        raise UserError(f"'{folder}' holds {count} rows, fewer than batch_size={least}")
+    return record
+
+
+def _folder(cfg: DictConfig, held_out: bool) -> Path:
+    return Path(cfg.states) / (HELD_OUT if held_out else "")
+
+
+def _count(cfg: DictConfig, folder: Path) -> int:
+    return (folder / IDS).stat().st_size // (4 * cfg.length)
+
+
 def batches_of_states(cfg: DictConfig, pair: Pair, held_out: bool = False) -> Iterator[Batch]:
     """Endless batches of the rows in `cfg.states`, each epoch in an order of its own, with the states of all taps.
 
+    Those that are held out are few: a batch may have fewer rows than `cfg.batch_size`.
+
     Raises:
-        UserError: the folder is not finished, or holds the states of other rows or of another target.
+        UserError: the folder is not finished, or holds the states of other rows or of another target, or too few.
     """
-    folder, length = Path(cfg.states) / (HELD_OUT if held_out else ""), cfg.length
-    if not (folder / RECORD).is_file():
-        raise UserError(f"there are no states in '{folder}': `python -m methods.states` makes them")
-    record = json.loads((folder / RECORD).read_text())
-    for name, value in facts(cfg, pair).items():
-        if record.get(name, value) != value:
-            raise UserError(f"the states in '{folder}' have {name}={record[name]}, and the training {value}")
-    widths = {key_of(tap): record["hidden_size"] for tap in record["taps"]}
-    kinds = {"ids": np.int32, "weights": np.float32} | dict.fromkeys(widths, np.int16)
-    if top := record["top"]:
-        widths |= {LIKELIEST: top, PROBS: top}
-        kinds |= {LIKELIEST: np.int32, PROBS: np.int16}
-    rows = {
-        name: np.memmap(folder / f"{name}.bin", kind, "r").reshape(-1, length, widths.get(name, 1))
-        for name, kind in kinds.items()
+    folder, record = _folder(cfg, held_out), _record(cfg, facts(cfg, pair), held_out)
+    arrays = {
+        name: np.memmap(folder / f"{name}.bin", kind, "r").reshape(-1, cfg.length, width)
+        for name, (kind, width) in arrays_of(record).items()
     }
-    count = len(rows["ids"])
-    if count < cfg.batch_size:
-        raise UserError(f"'{folder}' holds {count} rows, fewer than batch_size={cfg.batch_size}")
+    count = _count(cfg, folder)
+    size = min(cfg.batch_size, count)
     generator = torch.Generator().manual_seed(cfg.seed)
     while True:
         order = torch.randperm(count, generator=generator).numpy()
-        for start in range(0, count - cfg.batch_size + 1, cfg.batch_size):
-            chosen = np.sort(order[start : start + cfg.batch_size])
-            batch = {name: torch.from_numpy(array[chosen]) for name, array in rows.items()}
+        for start in range(0, count - size + 1, size):
+            chosen = np.sort(order[start : start + size])
+            batch: Batch = {}
+            for name, array in arrays.items():
+                tensor = torch.from_numpy(array[chosen])
+                batch[name] = tensor.view(torch.bfloat16) if tensor.dtype == torch.int16 else tensor
             ids, weights = batch.pop("ids").squeeze(-1).long(), batch.pop("weights").squeeze(-1)
-            shorts = {name: part for name, part in batch.items() if part.dtype == torch.int16}
-            batch |= {name: part.view(torch.bfloat16) for name, part in shorts.items()}
             yield {"input_ids": ids, "loss_weight": weights} | batch
 
 
-@one_line_errors()
-def main() -> int:
-    """Does what the command line says; returns the exit code."""
-    return with_hydra("states", one_line_errors()(write))
+main = program("states", write)
 
 
 if __name__ == "__main__":

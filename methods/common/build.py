@@ -6,6 +6,8 @@ import multiprocessing
 import os
 import runpy
 import sys
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,13 +15,18 @@ from typing import TYPE_CHECKING
 import torch
 from tqdm import tqdm
 
+from specbench.system.errors import UserError
+from specbench.system.files import read_json, write_json
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from multiprocessing.process import BaseProcess
     from pathlib import Path
 
 # Steps are processes forked from one that has imported what takes seconds.
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["methods.common.training", "transformers.models.llama.modeling_llama"])
+POLL_SECONDS = 0.1  # until steps that are ended have ended
 
 
 @dataclass(frozen=True)
@@ -29,7 +36,7 @@ class Step:
     Attributes:
         name: for the progress bar.
         minutes: that it takes, times the cores that it takes.
-        result: the file whose presence means that it is done.
+        result: the file whose presence means that it is done; beside it lies the command that made it.
         command: module and arguments; or what is called in this very process.
     """
 
@@ -38,9 +45,33 @@ class Step:
     result: Path
     command: tuple[str, ...] | Callable[[], None]
 
+    @property
+    def made_by(self) -> Path:
+        """The file with the command that made the result."""
+        return self.result.with_name(f"{self.result.stem}.command.json")
+
+
+def is_done(step: Step) -> bool:
+    """Whether the result of a step is there. Raises UserError where another command made it."""
+    if not step.result.exists():
+        return False
+    if callable(step.command) or not step.made_by.exists():  # older builds do not tell
+        return True
+    then, now = read_json(step.made_by)["command"], step.command
+    before, after = (
+        " ".join(word for word in one if word not in other) for one, other in ((then, now), (now, then))
+    )
+    if before or after:
+        raise UserError(
+            f"{step.name} is there, made with '{before}', not '{after}': give the same settings, or delete "
+            f"{step.result} and what was made from it"
+        )
+    return True
+
 
 def _as_a_program(command: Sequence[str], log: Path, threads: int) -> None:
     """Runs a module with arguments as `python -m` does, in this process, with all output in a log."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     with log.open("a", encoding="utf-8") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
@@ -50,8 +81,26 @@ def _as_a_program(command: Sequence[str], log: Path, threads: int) -> None:
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
-def run(step: Step, logs: Path, threads: int) -> None:
-    """Does one step, with its output in a log. Raises SystemExit with the log's last line where it fails."""
+def _end_with_parent() -> None:
+    """Ends this process when the build is gone: the process that it was forked from, which stays, is another one."""
+    build = multiprocessing.parent_process()
+    if build is not None:
+        build.join()
+        os._exit(1)
+
+
+def run(step: Step, logs: Path, threads: int, running: dict[str, BaseProcess]) -> None:
+    """Does one step, with its output in a log.
+
+    Args:
+        step: what is done.
+        logs: folder of the logs.
+        threads: of torch.
+        running: holds the process of each step while it runs, by the step's name.
+
+    Raises:
+        SystemExit: it failed, with the log's last line.
+    """
     if callable(step.command):
         step.command()
         return
@@ -59,17 +108,21 @@ def run(step: Step, logs: Path, threads: int) -> None:
     path = logs / f"{step.name.replace(', ', '_').replace(' ', '_')}.log"
     process = CONTEXT.Process(target=_as_a_program, args=(step.command, path, threads))
     process.start()
+    running[step.name] = process
     process.join()
+    del running[step.name]
     if process.exitcode:
-        raise SystemExit(
-            f"{step.name} failed ({path}): {path.read_text(encoding='utf-8').strip().splitlines()[-1]}"
-        )
+        *_, last = ["nothing was printed", *path.read_text(encoding="utf-8").strip().splitlines()]
+        raise SystemExit(f"{step.name} failed ({path}): {last}")
     if step.result.suffix == ".done":
         step.result.touch()
+    write_json(step.made_by, {"command": list(step.command)})
 
 
 def run_all(groups: list[list[Step]], logs: Path, cores: int, label: str) -> None:
     """Does every step that is left: one that is alone on all cores, several on a core each.
+
+    Where this process is interrupted, the steps that run are ended.
 
     Args:
         groups: steps; those of one group do not need each other, and need all of the groups before.
@@ -78,10 +131,12 @@ def run_all(groups: list[list[Step]], logs: Path, cores: int, label: str) -> Non
         label: of the progress bar.
 
     Raises:
-        SystemExit: a step failed; those that run are ended first, none is begun.
+        UserError: a result was made by another command.
+        SystemExit: a step failed; those that run come to their end first, none is begun.
     """
-    remaining = [[step for step in group if not step.result.exists()] for group in groups]
+    remaining = [[step for step in group if not is_done(step)] for group in groups]
     minutes = sum(step.minutes for group in remaining for step in group)
+    running: dict[str, BaseProcess] = {}
     with (
         tqdm(total=minutes, desc=label, bar_format="{desc} {bar} {n:.0f} of {total:.0f} core minutes") as bar,
         ThreadPoolExecutor(cores) as pool,
@@ -89,12 +144,16 @@ def run_all(groups: list[list[Step]], logs: Path, cores: int, label: str) -> Non
         for all_steps, group in zip(groups, remaining, strict=True):
             # One of several that is left alone has one, too: it continues as it began.
             threads = cores if len(all_steps) == 1 else 1
-            running = {pool.submit(run, step, logs, threads): step for step in group}
+            steps = {pool.submit(run, step, logs, threads, running): step for step in group}
             try:
-                for future in as_completed(running):
+                for future in as_completed(steps):
                     future.result()
-                    bar.write(f"{running[future].name}: done")
-                    bar.update(running[future].minutes)
-            except SystemExit:
-                pool.shutdown(cancel_futures=True)
+                    bar.write(f"{steps[future].name}: done")
+                    bar.update(steps[future].minutes)
+            except BaseException as error:
+                pool.shutdown(wait=False, cancel_futures=True)
+                while not isinstance(error, SystemExit) and not all(future.done() for future in steps):
+                    for process in [*running.values()]:  # one may start only now
+                        process.terminate()
+                    time.sleep(POLL_SECONDS)
                 raise

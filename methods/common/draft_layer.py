@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
+from specbench.decoding.cpu.compiled_layers import compiled_copy
 from specbench.decoding.kv_cache import KVCache
+from specbench.decoding.model.graphs import options_of
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig, Qwen3Config
+
+    from specbench.models.pairs import Pair
 
 
 class CachedLayer(nn.Module):
@@ -50,6 +54,10 @@ class CachedLayer(nn.Module):
     def rope(self, positions: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines [1, n, head_dim] for positions [1, n], in the dtype of `like`."""
         return cast("tuple[torch.Tensor, torch.Tensor]", self.rotary(like, positions))
+
+    def for_drafting(self, pair: Pair) -> Self:
+        """A copy with cheaper calls, whose layers are compiled where those of the pair's target are."""
+        return compiled_copy(self, *(self.compiled_layers if options_of(pair.target).compile else ()))
 
 
 class DraftLayer(CachedLayer):

@@ -18,6 +18,7 @@ from methods.common.training import (
     agreement,
     agreements,
     batches_on,
+    before_answers,
     target_states,
     train_part,
 )
@@ -103,9 +104,8 @@ class HeadDistillation(Guesses):
     def choices(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """First choices [K, n] of the heads and of the target, after the places that K more said tokens follow."""
         finals, k = self.finals(batch), self.count
-        is_assistant = batch["loss_weight"] == 1.0
-        n = is_assistant.shape[1] - 1 - k
-        among = torch.stack([is_assistant[:, 2 + i : 2 + i + n] for i in range(k)]).all(0)
+        among = before_answers(batch, k)
+        n = among.shape[1]
         states = self.states(batch, finals)
         student = [self.logits(states[i][:, :n][among], i).argmax(-1) for i in range(k)]
         teacher = [self.head(finals[:, 1 + i : 1 + i + n][among]).argmax(-1) for i in range(k)]

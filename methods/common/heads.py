@@ -133,9 +133,7 @@ class OwnHead(DraftHead):
         return self.drafting.logits(normed)
 
 
-def chosen_at_once(
-    head: DraftHead, logits: torch.Tensor, batch: Batch
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def chosen_at_once(head: DraftHead, logits: torch.Tensor, batch: Batch) -> list[torch.Tensor]:
     """Chooses all tokens of drafts whose places were guessed in one pass, each by itself, place by place.
 
     Args:
@@ -144,14 +142,15 @@ def chosen_at_once(
         batch: the running sequences.
 
     Returns:
-        Token ids [b, k] of the target and, when sampling, their distributions [b, k, vocab_size].
+        What a `Draft` begins with: token ids [b, k] of the target and, when sampling, their distributions
+        [b, k, vocab_size].
     """
     return chosen_in_turn(head, batch, logits.shape[1], lambda place, _: logits[:, place])
 
 
 def chosen_in_turn(
     head: DraftHead, batch: Batch, k: int, after: Callable[[int, torch.Tensor], torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> list[torch.Tensor]:
     """Chooses tokens of drafts one after the other, each place's logits corrected by the token in front.
 
     Args:
@@ -168,7 +167,8 @@ def chosen_in_turn(
     for j in range(k):
         token, probs = head.choose(after(j, token), batch.decoding, batch.draws(j))
         chosen.append((token, probs))
-    return torch.stack([tokens for tokens, _ in chosen], dim=1), head.spread([probs for _, probs in chosen])
+    tokens, spread = torch.stack([some for some, _ in chosen], dim=1), head.spread([q for _, q in chosen])
+    return [tokens] if spread is None else [tokens, spread]
 
 
 def drawable(rows: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,8 @@ from specbench.system.errors import UserError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from specbench.decoding.state import Batch
+
     Choose = Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
 
 Path = tuple[int, ...]
@@ -248,6 +250,33 @@ def rank_tree(
         start += inner
     parents = on_device([node_index.get(path[:-1], -1) for path in nodes], device)
     return Tree.of(parents, max_children=max((level.most_siblings for level in levels), default=None)), levels
+
+
+class RankTrees:
+    """The trees of ranks that a drafter fills: of its paths as many, and as long ones, as a round has room for.
+
+    Args:
+        paths: of the nodes, those first that are drafted where there is no room for all.
+        leaves_last: as in `rank_tree`.
+
+    Attributes:
+        paths: as given.
+        max_nodes: how many there are.
+        depth: of the longest.
+    """
+
+    def __init__(self, paths: Sequence[Path], leaves_last: bool = False):
+        self.paths, self._leaves_last = tuple(paths), leaves_last
+        self.max_nodes, self.depth = len(self.paths), max(map(len, self.paths))
+
+    def of(self, batch: Batch) -> tuple[Tree, list[Level], int]:
+        """The tree of a round, its levels, and the number of paths that there was room for, too long ones included.
+
+        That number and the number of levels tell the tree from the others.
+        """
+        nodes = min(batch.max_nodes, self.max_nodes)
+        device = batch.tokens.device
+        return *rank_tree(self.paths[:nodes], batch.max_draft, device, leaves_last=self._leaves_last), nodes
 
 
 def likeliest_ids(logits: torch.Tensor, k: int) -> torch.Tensor:

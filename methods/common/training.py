@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import wraps
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
@@ -10,9 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from methods.states import batches_of_states, key_of, rows_of, states_of
+from methods.common.losses import Loss
+from methods.states import batches_of_states, check_states, key_of, rows_of, states_of
 from specbench.data import training
-from specbench.data.conversations import batched, conversations
+from specbench.data.conversations import (
+    batched,
+    check_conversations,
+    check_prompt_weight,
+    check_source,
+    conversations,
+)
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.anatomy import rotary_of
@@ -23,15 +31,17 @@ from specbench.models.expansion import Sizes
 from specbench.models.pairs import Pair, draft_of, load_pair
 from specbench.models.surgery import SHARED, cut, embedding_names, saved_weights, shares_embeddings
 from specbench.system.errors import UserError
-from specbench.system.settings import Count, NotNegative, Positive, Range, Seed
+from specbench.system.settings import Count, NotNegative, Positive, Range, Seed, check_all
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from transformers import PreTrainedModel
 
     from specbench.data.training import Batch
     from specbench.decoding.model.staged_model import StagedModel
+
+    Trainer = Callable[[DictConfig], Path]
 
 Answered = tuple[list[int], list[int]]  # token ids of a prompt and of its answer
 
@@ -43,6 +53,7 @@ RIDGE, TINY = 1e-3, 1e-30  # of least squares, on inputs of unit size; instead o
 
 # What the settings of every trainer take.
 SETTINGS = {
+    "conversations": str | None,
     "steps": Count,
     "accumulate": Count,
     "batch_size": Count,
@@ -59,7 +70,48 @@ SETTINGS = {
     "save_dtype": Literal["float32", "bfloat16", "float16"],
 }
 # And those of a draft model.
-DRAFT_SETTINGS = SETTINGS | {"layers": Count | list[int] | None, "share_embeddings": bool}
+DRAFT_SETTINGS = SETTINGS | {
+    "layers": Count | list[int] | None,
+    "share_embeddings": bool,
+    "gradient_checkpointing": bool,
+}
+
+
+def trainer(kinds: Mapping[str, Any], may_sample: bool = True) -> Callable[[Trainer], Trainer]:
+    """Makes a trainer check its configuration before it loads a weight, and make nothing twice.
+
+    Args:
+        kinds: its settings and their types.
+        may_sample: whether its loss takes a sample of the vocabulary.
+    """
+
+    def decorate(train: Trainer) -> Trainer:
+        @wraps(train)
+        def checked(cfg: DictConfig) -> Path:
+            check_trainer(cfg, kinds, may_sample)
+            return Path(cfg.out) if training.already_there(cfg) else train(cfg)
+
+        return checked
+
+    return decorate
+
+
+def check_trainer(cfg: DictConfig, kinds: Mapping[str, Any], may_sample: bool) -> None:
+    """Checks what can be known of a trainer's configuration without weights; the rest is as in `trainer`.
+
+    Raises:
+        UserError: a setting cannot work, or the conversations or states are not there, or not those that it needs.
+    """
+    check_all(cfg, kinds)
+    Loss.of(cfg, may_sample)
+    if cfg.gradient_checkpointing and "gradient_checkpointing" not in kinds:
+        raise UserError("gradient_checkpointing=true is for draft models: set it to false")
+    check_prompt_weight(cfg.prompt_weight)
+    if cfg.states is None:
+        check_conversations(cfg)
+        return
+    check_source(cfg.conversations, cfg.pair)
+    check_states(cfg)
 
 
 def batches(cfg: DictConfig, pair: Pair, held_out: bool = False) -> Iterator[Batch]:
@@ -81,7 +133,7 @@ def batches_on(cfg: DictConfig, pair: Pair, held_out: bool = False) -> Iterator[
 def answered(cfg: DictConfig, pair: Pair, model: StagedModel, held_out: bool = False) -> Iterator[Answered]:
     """A model's own answers to the prompts of endless conversations: token ids of each prompt and of its answer."""
     engine = Engine(model, Drafter(), pair.stop_ids, Scheduler(ANSWERS // 4), pair.context_length)
-    texts = conversations(cfg.conversations, cfg.pair, cfg.seed, held_out, cfg.split)
+    texts = conversations(cfg, held_out)
     prompts = (pair.prompt_ids(c[:i]) for c in texts for i, m in enumerate(c) if m["role"] == "assistant")
     requests = (
         Request(prompt, SamplingParams(room, cfg.temperature), cfg.seed + number)
@@ -93,6 +145,13 @@ def answered(cfg: DictConfig, pair: Pair, model: StagedModel, held_out: bool = F
             yield request.prompt, answer.tokens
 
 
+def target_pair(cfg: DictConfig) -> Pair:
+    """The pair of a trainer whose target stays as it is, without a draft model; sets torch's seed."""
+    pair = load_pair(training_pair(cfg.pair), cfg.seed, with_draft=False)
+    torch.manual_seed(cfg.seed)
+    return pair
+
+
 def pair_to_train(cfg: DictConfig) -> Pair:
     """The pair of a trainer whose draft model learns, in float32, with gradients.
 
@@ -101,7 +160,7 @@ def pair_to_train(cfg: DictConfig) -> Pair:
     if cfg.layers is not None:
         if cfg.draft is not None:
             raise UserError("a draft model begins as draft=FOLDER or as layers of the target, not as both")
-        pair = load_pair(training_pair(cfg.pair), cfg.seed, with_draft=False)
+        pair = target_pair(cfg)
         pair.draft = cut_from(pair, cfg)
         return pair
     pair_cfg = cfg.pair if cfg.draft is None else _changed(cfg.pair, draft=cfg.draft)
@@ -141,6 +200,14 @@ def check_layers(cfg: DictConfig, pair: Pair) -> None:
     if not layers or not all(0 <= i < depth for i in layers):
         raise UserError(
             f"layers must be some of the target's, 0 to {depth - 1}, or how many of its first; not {layers}"
+        )
+
+
+def check_like_layer(layer: int | None, target: StagedModel) -> None:
+    """Raises UserError where the target does not have the layer that a part is to begin like."""
+    if layer is not None and layer >= len(target.layers):
+        raise UserError(
+            f"like_layer must be a layer of the target, 0 to {len(target.layers) - 1}, not {layer}"
         )
 
 
@@ -243,11 +310,28 @@ def predicting(states: torch.Tensor, batch: Batch, weight: float | None = None) 
     return states[:, :-1][weights > 0 if weight is None else weights == weight]
 
 
+def before_answers(batch: Batch, count: int) -> torch.Tensor:
+    """[B, T - 1 - count] whether, beyond the next token, `count` tokens that the assistant says follow a place."""
+    is_assistant = batch["loss_weight"] == 1.0
+    n = is_assistant.shape[1] - 1 - count
+    return torch.stack([is_assistant[:, 2 + j : 2 + j + n] for j in range(count)]).all(0)
+
+
 def target_states(target: StagedModel, batch: Batch, taps: Iterable[int]) -> dict[int, torch.Tensor]:
-    """The target's states [B, T, d] of each tap, as in `Drafter`: those of the batch, if it has them, or computed."""
+    """The target's states [B, T, d] of each tap, as in `Drafter`: those of the batch, if it holds any, or computed.
+
+    Raises:
+        UserError: states were stored, but not of all taps.
+    """
     taps = list(taps)
-    if all(key_of(tap) in batch for tap in taps):
+    missing = [tap for tap in taps if key_of(tap) not in batch]
+    if not missing:
         return {tap: batch[key_of(tap)] for tap in taps}
+    if any(name.startswith("hidden_") for name in batch):
+        raise UserError(
+            f"the stored states lack the depths {sorted(missing)}, which this trainer reads: "
+            f"make them with `python -m methods.states taps=[{','.join(map(str, sorted(taps)))}]`"
+        )
     with torch.no_grad():
         return states_of(target.model.get_decoder(), batch["input_ids"], taps)
 

@@ -13,13 +13,11 @@ import torch
 
 from methods.common.dynamic_trees import candidate_children, tree_of_marginals
 from methods.common.heads import OwnHead, chosen_at_once, chosen_in_turn, draft_head, target_ids
+from methods.common.layer_cache import LayerCache
 from methods.dflash.kinds import INDEPENDENT, MARKOV, METHODS, SELECTOR
-from specbench.decoding.cpu.compiled_layers import compiled_copy
 from specbench.decoding.cpu.packed_linear import packed_linear
 from specbench.decoding.drafter import Drafter, Needs
 from specbench.decoding.model.cost import weight_bytes
-from specbench.decoding.model.graphs import options_of
-from specbench.decoding.model.layer_cache import LayerCache
 from specbench.decoding.state import Batch, Draft, Prefill, SequenceState, Verified
 from specbench.decoding.tree import Tree
 from specbench.models.pairs import Pair
@@ -28,8 +26,6 @@ from specbench.system.paths import packaged
 from specbench.system.settings import Count, Probability
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Sequence
-
     from methods.dflash.model import CandidateSelector, MarkovHead
     from specbench.decoding.model.staged_model import StagedModel
     from specbench.decoding.slots import Slots
@@ -66,8 +62,7 @@ class BlockDrafter(Drafter):
             raise UserError(
                 f"the drafting model in '{weights}' is one of head={head}: set method={METHODS[head]}"
             )
-        compiles = options_of(pair.target).compile
-        self.model = compiled_copy(model, *(model.compiled_layers if compiles else ()))
+        self.model = model.for_drafting(pair)
         self.taps = model.taps
         if model.lm_head is None:
             self.head = draft_head(pair, pair.staged, vocab_map, vocab_size)
@@ -84,7 +79,7 @@ class BlockDrafter(Drafter):
     def open(self, slots: Slots, target: StagedModel) -> None:
         """Allocates the layers' cache; a block may reach further than the longest sequence."""
         self.target = target
-        self._layers = LayerCache(self.model, slots, target.dtype, extra=self._places)
+        self._layers = LayerCache(self.model, slots, target, extra=self._places)
         self._block = all_see_all(self._places, slots.device)
 
     def begin(self, slot: int, sequence: SequenceState, prefill: Prefill) -> None:
@@ -101,19 +96,11 @@ class BlockDrafter(Drafter):
         def inject(batch: Batch, *states: torch.Tensor) -> list[torch.Tensor]:
             # A sequence that keeps fewer tokens than another gets entries after its end: the next round writes there.
             features = self.model.features(dict(zip(self.taps, states, strict=True)))
-            ctx = self._layers.layout.place(batch, n)
-            self.model.inject(features, **self._layers.arguments(ctx, features, masked=False))
+            self.model.inject(features, **self._layers.arguments(batch, features, masked=False))
             return []
 
         states = [verified.accepted_states(verified.hidden_states[tap])[:, :n] for tap in self.taps]
-        self.target.run_batch(batch, self._layers.layout.cache, ("commit", n), inject, *states, entries=n)
-
-    def _as_one(
-        self, batch: Batch, key: Hashable, function: Callable[..., list[torch.Tensor]]
-    ) -> Sequence[torch.Tensor]:
-        """Runs a whole draft, a function of the batch that the key says, as one."""
-        cache = self._layers.layout.cache
-        return self.target.run_batch(batch, cache, ("draft", key), function, entries=self._places)
+        self._layers.run(batch, ("commit", n), inject, *states, entries=n)
 
     def _states(self, batch: Batch, k: int) -> torch.Tensor:
         """Normed states [b, k, d] of the places that guess the first k draft tokens.
@@ -124,8 +111,7 @@ class BlockDrafter(Drafter):
         pending = batch.last_tokens(1)
         masks = pending.new_full((batch.size, self._places - 1), config.mask_token_id)
         hidden = self.target.embed(torch.cat([pending, masks], dim=1))
-        ctx = self._layers.layout.place(batch, self._places, 0, self._block)
-        states = self.model(hidden, **self._layers.arguments(ctx, hidden))
+        states = self.model(hidden, **self._layers.arguments(batch, hidden, tree=self._block))
         return states[:, config.fills_in : config.fills_in + k]
 
 
@@ -139,14 +125,13 @@ class DFlash(BlockDrafter):
 
     def draft(self, batch: Batch) -> Draft:
         """Drafts all tokens in one pass."""
-        k = min(self.max_draft_tokens, batch.max_draft)
+        k = batch.max_draft
 
         def filled(batch: Batch) -> list[torch.Tensor]:
-            tokens, probs = chosen_at_once(self.head, self.head.logits(self._states(batch, k)), batch)
-            return [tokens] if probs is None else [tokens, probs]
+            return chosen_at_once(self.head, self.head.logits(self._states(batch, k)), batch)
 
-        tokens, *probs = self._as_one(batch, k, filled)
-        return Draft(tokens, probs[0] if probs else None, bytes_read=self._bytes)
+        drafted = self._layers.run(batch, ("draft", k), filled, entries=self._places)
+        return Draft(*drafted, bytes_read=self._bytes)
 
 
 class DDTree(BlockDrafter):
@@ -183,7 +168,7 @@ class DDTree(BlockDrafter):
 
     def draft(self, batch: Batch) -> Draft:
         """Drafts the likeliest paths, all from one pass."""
-        levels = min(self.max_draft_tokens, batch.max_draft)
+        levels = batch.max_draft
         nodes = min(self.max_nodes, batch.max_nodes)
 
         def filled(batch: Batch) -> list[torch.Tensor]:
@@ -191,8 +176,9 @@ class DDTree(BlockDrafter):
             rows, tree = tree_of_marginals(logits, self._children, self.max_nodes, nodes)
             return [self.head.ids(rows), *tree.tensors]
 
-        tokens, *tree = self._as_one(batch, (levels, nodes), filled)
-        return Draft(tokens, tree=Tree.of_tensors(tree), bytes_read=self._bytes)
+        key = ("draft", levels, nodes)
+        tokens, *tree = self._layers.run(batch, key, filled, entries=self._places)
+        return Draft(tokens, tree=Tree(*tree), bytes_read=self._bytes)
 
 
 class DSpark(BlockDrafter):
@@ -240,31 +226,28 @@ class DSpark(BlockDrafter):
 
     def draft(self, batch: Batch) -> Draft:
         """Drafts all tokens in one pass, and corrects them one after the other."""
-        k = min(self.max_draft_tokens, batch.max_draft)
+        k = batch.max_draft
 
         def filled(batch: Batch) -> list[torch.Tensor]:
             states = self._states(batch, k)
             logits = self.head.logits(states)
-            tokens, probs = chosen_in_turn(
+            chosen = chosen_in_turn(
                 self.head, batch, k, lambda j, before: logits[:, j] + self._after(self._before(before))
             )
-            likely = []
-            if self.threshold:
-                before = torch.cat([batch.last_tokens(1), tokens[:, :-1]], dim=1)
-                likely = [self.model.confidence(states, self._before(before))]
-            return [tokens, *likely, *([] if probs is None else [probs])]
+            if not self.threshold:
+                return chosen
+            before = torch.cat([batch.last_tokens(1), chosen[0][:, :-1]], dim=1)
+            return [*chosen, self.model.confidence(states, self._before(before))]
 
-        tokens, *more = self._as_one(batch, k, filled)
-        draft = Draft(tokens, more[-1] if batch.uniforms is not None else None)
-        draft.bytes_read = self._bytes + k * self._step_bytes
-        if self.threshold:
-            goes_on = more[0].float().sigmoid() >= self.threshold
-            counts = goes_on.long().cumprod(dim=1).sum(dim=1)
-            most = int(counts.max())
-            draft.tokens = tokens[:, :most]
-            draft.probs = None if draft.probs is None else draft.probs[:, :most]
-            draft.candidates = counts if batch.size > 1 else None
-        return draft
+        chosen = self._layers.run(batch, ("draft", k), filled, entries=self._places)
+        read = self._bytes + k * self._step_bytes
+        if not self.threshold:
+            return Draft(*chosen, bytes_read=read)
+        *chosen, estimates = chosen
+        counts = (estimates.float().sigmoid() >= self.threshold).long().cumprod(dim=1).sum(dim=1)
+        most = int(counts.max())
+        candidates = counts if batch.size > 1 else None
+        return Draft(*(part[:, :most] for part in chosen), candidates=candidates, bytes_read=read)
 
 
 class DFlash2(BlockDrafter):
@@ -275,7 +258,7 @@ class DFlash2(BlockDrafter):
 
     def draft(self, batch: Batch) -> Draft:
         """Drafts all tokens in one pass, and chooses them one after the other."""
-        k = min(self.max_draft_tokens, batch.max_draft)
+        k = batch.max_draft
         selector = cast("CandidateSelector", self.model.candidate_selector)
         count = min(selector.count, self.head.rows)
 
@@ -291,11 +274,10 @@ class DFlash2(BlockDrafter):
                 never = torch.full_like(logits[:, j], -torch.inf)
                 return never.scatter(1, rows[:, j], scores.to(logits.dtype))
 
-            tokens, probs = chosen_in_turn(self.head, batch, k, among)
-            return [tokens] if probs is None else [tokens, probs]
+            return chosen_in_turn(self.head, batch, k, among)
 
-        tokens, *probs = self._as_one(batch, k, filled)
-        return Draft(tokens, probs[0] if probs else None, bytes_read=self._bytes)
+        drafted = self._layers.run(batch, ("draft", k), filled, entries=self._places)
+        return Draft(*drafted, bytes_read=self._bytes)
 
 
 def all_see_all(places: int, device: torch.device) -> Tree:

@@ -26,7 +26,6 @@ from methods.common.losses import (
     Distribution,
     Goals,
     Head,
-    Loss,
     cross_entropies,
     first_choices,
     teacher_of,
@@ -38,16 +37,16 @@ from methods.common.training import (
     agreements,
     layer_sizes,
     mask_to_fill,
+    target_pair,
     target_states,
     train_part,
-    training_pair,
+    trainer,
 )
 from methods.dflash.kinds import MARKOV, SELECTOR
-from specbench.config.compose import with_hydra
+from specbench.config.compose import program
 from specbench.decoding.state import NORMED
-from specbench.models.pairs import load_pair
-from specbench.system.errors import UserError, one_line_errors
-from specbench.system.settings import Count, Natural, Positive, Probability, Range, check_all
+from specbench.system.errors import UserError
+from specbench.system.settings import Count, Natural, Positive, Probability, Range
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -283,9 +282,9 @@ def fresh_model(cfg: DictConfig, target: StagedModel, mask: int) -> BlockModel:
     return model
 
 
-def train(cfg: DictConfig) -> Path:
-    """Trains as configured (conf/train_dflash.yaml) and returns the folder of the finished drafting model."""
-    settings = {
+@trainer(
+    SETTINGS
+    | {
         "head": Literal["independent", "markov", "selector"],
         "block_size": Annotated[int, Range(2)],
         "draft_layers": Count,
@@ -295,16 +294,17 @@ def train(cfg: DictConfig) -> Path:
         "rank": Count,
         "distance_share": Probability,
         "mask_token": Natural | None,
-    }
-    check_all(cfg, SETTINGS | settings)
-    Loss.of(cfg, may_sample=False)
+    },
+    may_sample=False,
+)
+def train(cfg: DictConfig) -> Path:
+    """Trains as configured (conf/train_dflash.yaml) and returns the folder of the finished drafting model."""
     if cfg.loss_tokens is not None:
         raise UserError("what is judged are the tokens of all blocks: set blocks, and loss_tokens=null")
     if cfg.length <= cfg.block_size:
         raise UserError(f"length={cfg.length} leaves no room for block_size={cfg.block_size}")
-    pair = load_pair(training_pair(cfg.pair), cfg.seed, with_draft=False)
+    pair = target_pair(cfg)
     target = pair.staged
-    torch.manual_seed(cfg.seed)
     model = fresh_model(cfg, target, mask_to_fill(cfg, pair, target.embed_tokens.weight.shape[0]))
     from methods.dflash.checkpoint import save_blocks  # late, as above
 
@@ -316,10 +316,7 @@ def train(cfg: DictConfig) -> Path:
     return train_part(module, evaluate, partial(save_blocks, model), cfg, pair, BEGINS)
 
 
-@one_line_errors()
-def main() -> int:
-    """Does what the command line says; returns the exit code."""
-    return with_hydra("train_dflash", one_line_errors()(train))
+main = program("train_dflash", train)
 
 
 if __name__ == "__main__":

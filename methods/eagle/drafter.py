@@ -17,13 +17,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 from methods.common.dynamic_trees import Growth, most_nodes
 from methods.common.heads import DraftHead, OwnHead, draft_head, target_ids
-from methods.common.rank_trees import fill_tree, grown, likeliest_of, rank_tree
-from specbench.decoding.cpu.compiled_layers import compiled_copy
+from methods.common.layer_cache import LayerCache
+from methods.common.rank_trees import RankTrees, fill_tree, grown, likeliest_of
 from specbench.decoding.device import on_device, span
 from specbench.decoding.drafter import Drafter, Needs
 from specbench.decoding.model.cost import weight_bytes
-from specbench.decoding.model.graphs import options_of
-from specbench.decoding.model.layer_cache import LayerCache
 from specbench.decoding.state import Batch, Draft, Prefill, SequenceState, Verified
 from specbench.decoding.tree import Tree
 from specbench.models.pairs import Pair
@@ -31,8 +29,6 @@ from specbench.system.paths import packaged
 from specbench.system.settings import Count
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Sequence
-
     import torch
 
     from methods.common.heads import HasHead
@@ -65,8 +61,7 @@ class EagleDrafter(Drafter):
     outputs = 1
 
     def __init__(self, pair: Pair, model: DraftingModel, head: DraftHead | None = None):
-        compiles = options_of(pair.target).compile
-        self.model = compiled_copy(model, *(model.compiled_layers if compiles else ()))
+        self.model = model.for_drafting(pair)
         self.head = OwnHead(cast("HasHead", self.model), target_ids(pair)) if head is None else head
         self.taps = model.taps
         self._bytes = weight_bytes(model) + self.head.bytes
@@ -74,7 +69,7 @@ class EagleDrafter(Drafter):
     def open(self, slots: Slots, target: StagedModel) -> None:
         """Allocates the layer's cache."""
         self.target = target
-        self._layer = LayerCache(self.model, slots, target.dtype, self.expanded)
+        self._layer = LayerCache(self.model, slots, target, self.expanded)
         width = self.model.config.hidden_size
         self._outputs = slots.tensor(self.outputs, width, dtype=target.dtype)
 
@@ -95,17 +90,15 @@ class EagleDrafter(Drafter):
 
         def feed(batch: Batch, count: torch.Tensor, *states: torch.Tensor) -> list[torch.Tensor]:
             # A sequence that keeps fewer tokens than another is fed others after its end: the next round writes there.
-            ctx = self._layer.layout.place(_pairs(batch), fed, 1)
             features = self.model.features(dict(zip(self.taps, states, strict=True)))
-            embeds = self.model.embed(_tokens_after(batch, n), self.target)
+            embeds = self.model.embed(batch.window(batch.tokens, 0, n), self.target)
             features, embeds = self._followed(features, embeds, count)
-            out = self.model(features, embeds, **self._layer.arguments(ctx, features))
+            out = self.model(features, embeds, **self._layer.arguments(_pairs(batch), features, 1))
             wanted = span(count, self.outputs).unsqueeze(-1).expand(-1, -1, out.shape[-1])
             return [out.gather(1, wanted)]
 
         states = [verified.accepted_states(verified.hidden_states[tap])[:, :n] for tap in self.taps]
-        cache, key = self._layer.layout.cache, ("commit", n)
-        (out,) = self.target.run_batch(batch, cache, key, feed, verified.count, *states, entries=fed)
+        (out,) = self._layer.run(batch, ("commit", n), feed, verified.count, *states, entries=fed)
         self._outputs[: batch.size] = out
 
     def _followed(
@@ -123,20 +116,6 @@ class EagleDrafter(Drafter):
         """
         return features, embeds
 
-    def _as_one(
-        self, batch: Batch, key: Hashable, function: Callable[..., list[torch.Tensor]], nodes: int
-    ) -> Sequence[torch.Tensor]:
-        """A function of the batch and its `_outputs` [b, outputs, h], which takes nodes through the layer.
-
-        Args:
-            batch: the running sequences.
-            key: says which function it is.
-            function: a whole draft.
-            nodes: a bound on those of a sequence that go through the layer.
-        """
-        cache, outputs = self._layer.layout.cache, self._outputs[: batch.size]
-        return self.target.run_batch(batch, cache, ("draft", key), function, outputs, entries=nodes or None)
-
     def _level(
         self, batch: Batch, features: torch.Tensor, tokens: torch.Tensor, first: int, tree: Tree | None = None
     ) -> torch.Tensor:
@@ -152,9 +131,8 @@ class EagleDrafter(Drafter):
         Returns:
             Outputs [b, n, h].
         """
-        ctx = self._layer.layout.place(_pairs(batch), tokens.shape[1], 1 + first, tree)
         embeds = self.model.embed(tokens, self.target)
-        return self.model(features, embeds, **self._layer.arguments(ctx, features))
+        return self.model(features, embeds, **self._layer.arguments(_pairs(batch), features, 1 + first, tree))
 
 
 class Eagle(EagleDrafter):
@@ -192,13 +170,12 @@ class Eagle(EagleDrafter):
         deepest = max_draft_tokens or float("inf")
         paths = [tuple(path) for path in settings.get("tree") or EAGLE_TREE]
         paths = [path for path in paths if len(path) <= deepest and max(path) < self.head.rows]
-        self.paths = paths[:nodes]
-        self.max_nodes, self.max_draft_tokens = len(self.paths), max(map(len, self.paths))
+        self.trees = RankTrees(paths[:nodes], leaves_last=True)
+        self.max_nodes, self.max_draft_tokens = self.trees.max_nodes, self.trees.depth
 
     def draft(self, batch: Batch) -> Draft:
         """Fills the tree from the likeliest followers of each node."""
-        paths = tuple(self.paths[: batch.max_nodes])
-        tree, levels = rank_tree(paths, batch.max_draft, batch.tokens.device, leaves_last=True)
+        tree, levels, nodes = self.trees.of(batch)
 
         def filled(batch: Batch, out: torch.Tensor) -> list[torch.Tensor]:
             def logits_of(depth: int, tokens: torch.Tensor | None) -> torch.Tensor:
@@ -211,8 +188,9 @@ class Eagle(EagleDrafter):
 
             return [fill_tree(levels, logits_of, likeliest_of(levels, self.head.ids))[0]]
 
-        (tokens,) = self._as_one(batch, (paths, len(levels)), filled, len(paths))
-        return Draft(tokens, tree=tree, bytes_read=len(levels) * self._bytes)
+        key, outputs = ("draft", nodes, len(levels)), self._outputs[: batch.size]
+        drafted = self._layer.run(batch, key, filled, outputs, entries=nodes)
+        return Draft(*drafted, tree=tree, bytes_read=len(levels) * self._bytes)
 
 
 class DynamicEagle(EagleDrafter):
@@ -244,7 +222,7 @@ class DynamicEagle(EagleDrafter):
     def draft(self, batch: Batch) -> Draft:
         """Lets the tree grow level by level, and keeps its likeliest nodes."""
         width = min(self.width, self.head.rows)
-        levels = min(self.max_draft_tokens, batch.max_draft, batch.max_nodes)
+        levels = min(batch.max_draft, batch.max_nodes)
         nodes = min(self.max_nodes, batch.max_nodes, most_nodes(width, levels))
 
         def grown(batch: Batch, out: torch.Tensor) -> list[torch.Tensor]:
@@ -259,8 +237,9 @@ class DynamicEagle(EagleDrafter):
             rows, tree = growth.best(nodes)
             return [self.head.ids(rows), *tree.tensors]
 
-        tokens, *tree = self._as_one(batch, (levels, nodes), grown, width * (levels - 1))
-        return Draft(tokens, tree=Tree.of_tensors(tree), bytes_read=levels * self._bytes)
+        key, outputs = ("draft", levels, nodes), self._outputs[: batch.size]
+        tokens, *tree = self._layer.run(batch, key, grown, outputs, entries=width * (levels - 1))
+        return Draft(tokens, tree=Tree(*tree), bytes_read=levels * self._bytes)
 
 
 class Eagle2(DynamicEagle):
@@ -300,14 +279,6 @@ def _loaded(pair: Pair, weights: str) -> tuple[DraftingModel, dict[str, Any]]:
     from methods.eagle.checkpoint import load_eagle  # late: transformers' models take seconds to import
 
     return load_eagle(packaged(weights), pair.target, pair.device, pair.dtype, pair.expansion)
-
-
-def _tokens_after(batch: Batch, n: int) -> torch.Tensor:
-    """[b, n] the tokens that have come after the pending ones."""
-    first = batch.lengths[0]
-    if len({*batch.lengths}) == 1 and batch.kv_bucket is None:
-        return batch.tokens[: batch.size, first : first + n]
-    return batch.tokens[: batch.size].gather(1, span(batch.seq_lens, n))
 
 
 def _pairs(batch: Batch) -> Batch:

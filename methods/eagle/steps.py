@@ -13,7 +13,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from methods.common.losses import ALL, Distribution, Head, Loss, cross_entropies, first_choices, teacher_of
-from methods.common.training import agreements, target_states
+from methods.common.training import agreements, before_answers, target_states
 from methods.eagle.chain import chained
 from specbench.decoding.state import NORMED
 
@@ -104,9 +104,8 @@ class StepDistillation(torch.nn.Module):
         """
         outputs, finals = self.outputs(batch)
         choices = self.choices(finals)
-        is_assistant = batch["loss_weight"] == 1.0
-        n = is_assistant.shape[1] - 1 - self.steps
-        among = torch.stack([is_assistant[:, 2 + j : 2 + j + n] for j in range(self.steps)]).all(0)
+        among = before_answers(batch, self.steps)
+        n = among.shape[1]
         return torch.stack(
             [
                 self.guesses(output[:, :n][among]) == choices[:, 1 + j : 1 + j + n][among]

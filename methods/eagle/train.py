@@ -22,17 +22,17 @@ from methods.common.losses import ALL, Guess, Loss, first_choices, teacher_of
 from methods.common.training import (
     SETTINGS,
     batches_on,
+    before_answers,
     least_squares,
     predicting,
     some_of,
+    target_pair,
     target_states,
-    training_pair,
+    trainer,
 )
-from specbench.config.compose import with_hydra
+from specbench.config.compose import program
 from specbench.decoding.state import NORMED
-from specbench.models.pairs import load_pair
-from specbench.system.errors import one_line_errors
-from specbench.system.settings import Count, check_all
+from specbench.system.settings import Count
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -126,8 +126,8 @@ class Distillation(Guesses):
         from methods.eagle.chain import chained
 
         features, embeds, goals = pairs_of(self.target, batch)
-        is_assistant, n = batch["loss_weight"] == 1.0, features.shape[1] - AGREEMENTS
-        among = torch.stack([is_assistant[:, 2 + j : 2 + j + n] for j in range(AGREEMENTS)]).all(0)
+        among = before_answers(batch, AGREEMENTS)
+        n = among.shape[1]
         steps = chained(self.model, features, embeds, AGREEMENTS)
         student = [first_choices(self.head, out[:, :n][among]) for out in steps]
         teacher = [first_choices(self.head, goals[:, j : j + n][among]) for j in range(AGREEMENTS)]
@@ -148,14 +148,13 @@ def shifted(batch: Batch, n: int) -> Batch:
     return {"loss_weight": batch["loss_weight"][:, n:]}
 
 
+@trainer(SETTINGS | {"nodes": Count})
 def train(cfg: DictConfig) -> Path:
     """Trains as configured (conf/train_eagle.yaml) and returns the folder of the finished drafting model."""
-    check_all(cfg, SETTINGS | {"nodes": Count})
     from methods.eagle.checkpoint import save_eagle
 
-    pair = load_pair(training_pair(cfg.pair), cfg.seed, with_draft=False)
+    pair = target_pair(cfg)
     target = pair.staged
-    torch.manual_seed(cfg.seed)
     model = fresh_model(target)
     fit(model, target, batches_on(cfg, pair))
     return train_heads(
@@ -163,10 +162,7 @@ def train(cfg: DictConfig) -> Path:
     )
 
 
-@one_line_errors()
-def main() -> int:
-    """Does what the command line says; returns the exit code."""
-    return with_hydra("train_eagle", one_line_errors()(train))
+main = program("train_eagle", train)
 
 
 if __name__ == "__main__":

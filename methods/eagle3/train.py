@@ -21,15 +21,17 @@ from methods.common.training import (
     SETTINGS,
     UNSURE,
     batches,
+    check_like_layer,
     layer_sizes,
+    target_pair,
     train_part,
-    training_pair,
+    trainer,
 )
 from methods.eagle.steps import StepDistillation
-from specbench.config.compose import with_hydra
-from specbench.models.pairs import Pair, load_pair
-from specbench.system.errors import UserError, one_line_errors
-from specbench.system.settings import Count, Range, check_all
+from specbench.config.compose import program
+from specbench.models.pairs import Pair
+from specbench.system.errors import UserError
+from specbench.system.settings import Count, Range
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -152,7 +154,7 @@ VOCABULARY = {"draft_vocab": Count, "like_layer": Annotated[int, Range(0)] | Non
 
 def begin(cfg: DictConfig, pair: Pair, **variants: Any) -> tuple[Eagle3Model, str]:
     """A drafting model to train as configured, over the tokens that are said most, and how it begins."""
-    torch.manual_seed(cfg.seed)
+    check_like_layer(cfg.like_layer, pair.staged)
     vocab = min(cfg.draft_vocab, pair.vocab_size)
     token_ids = frequent_ids(islice(batches(cfg, pair), COUNTED_BATCHES), vocab, pair.vocab_size)
     model = fresh_model(pair.staged, token_ids, cfg.like_layer, **variants)
@@ -163,24 +165,20 @@ def begin(cfg: DictConfig, pair: Pair, **variants: Any) -> tuple[Eagle3Model, st
     return model, f"{attention}, the target's norm and head"
 
 
+@trainer(SETTINGS | VOCABULARY | {"draft_steps": Count}, may_sample=False)
 def train(cfg: DictConfig) -> Path:
     """Trains as configured (conf/train_eagle3.yaml) and returns the folder of the finished drafting model."""
-    check_all(cfg, SETTINGS | VOCABULARY | {"draft_steps": Count})
-    loss = Loss.of(cfg, may_sample=False)
     if cfg.length < cfg.draft_steps + 2:
         raise UserError(f"length={cfg.length} leaves no room for draft_steps={cfg.draft_steps}")
-    pair = load_pair(training_pair(cfg.pair), cfg.seed, with_draft=False)
+    pair = target_pair(cfg)
     model, begins = begin(cfg, pair)
     from methods.eagle3.checkpoint import save_eagle3  # late, as above
 
-    module = TrainingTimeTest(model, pair.staged, cfg.draft_steps, loss)
+    module = TrainingTimeTest(model, pair.staged, cfg.draft_steps, Loss.of(cfg))
     return train_part(module, module.figures, partial(save_eagle3, model), cfg, pair, begins)
 
 
-@one_line_errors()
-def main() -> int:
-    """Does what the command line says; returns the exit code."""
-    return with_hydra("train_eagle3", one_line_errors()(train))
+main = program("train_eagle3", train)
 
 
 if __name__ == "__main__":

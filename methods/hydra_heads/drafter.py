@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from methods.common.heads import draft_head
-from methods.common.rank_trees import chosen_paths, fill_tree, likeliest_of, rank_tree
+from methods.common.layer_cache import LayerCache
+from methods.common.rank_trees import RankTrees, chosen_paths, fill_tree, likeliest_of
 from specbench.decoding.cpu.lean_modules import lean_copy
 from specbench.decoding.cpu.packed_linear import packed_linear
 from specbench.decoding.drafter import Drafter, Needs
 from specbench.decoding.model.cost import weight_bytes
-from specbench.decoding.model.layer_cache import LayerCache
 from specbench.decoding.state import NORMED, Batch, Draft, SequenceState, Verified
 from specbench.models.pairs import Pair
 from specbench.system.paths import packaged
@@ -67,9 +67,9 @@ class HydraHeads(Drafter):
         loaded, settings = load_heads(packaged(weights), target, pair)
         self.heads = lean_copy(loaded)
         self.head = draft_head(pair, target, vocab_map, vocab_size)
-        self.paths = chosen_paths(settings.get("tree"), loaded.heads, nodes, self.head.rows)
-        self.max_nodes = len(self.paths)
-        self.max_draft_tokens = max(map(len, self.paths))
+        paths = chosen_paths(settings.get("tree"), loaded.heads, nodes, self.head.rows)
+        self.trees = RankTrees(paths, leaves_last=True)
+        self.max_nodes, self.max_draft_tokens = self.trees.max_nodes, self.trees.depth
         self._prefix_bytes = 0 if loaded.prefix is None else weight_bytes(loaded.prefix)
         self._outputs = [self._own_output(i) for i in range(loaded.heads)]
         squares = [weight_bytes(layer) for layer in loaded.square] or [0] * loaded.heads
@@ -81,7 +81,7 @@ class HydraHeads(Drafter):
         self._target = target
         self._states = slots.tensor(target.hidden_size, dtype=target.dtype)
         if (prefix := self.heads.prefix) is not None:
-            self._layer = LayerCache(prefix, slots, target.dtype)
+            self._layer = LayerCache(prefix, slots, target)
 
     def begin(self, slot: int, sequence: SequenceState, prefill: Prefill) -> None:
         """Notes the state to draft from, in front of the first pending token."""
@@ -93,8 +93,7 @@ class HydraHeads(Drafter):
 
     def draft(self, batch: Batch) -> Draft:
         """Fills the tree level by level, each level in one product."""
-        paths = tuple(self.paths[: batch.max_nodes])
-        tree, levels = rank_tree(paths, batch.max_draft, batch.tokens.device, leaves_last=True)
+        tree, levels, nodes = self.trees.of(batch)
 
         def filled(batch: Batch, states: torch.Tensor) -> list[torch.Tensor]:
             # Of each node with children: the state, and the embeddings of the tokens from the pending one to its own.
@@ -110,13 +109,10 @@ class HydraHeads(Drafter):
 
             return [fill_tree(levels, logits_of, likeliest_of(levels, self.head.ids))[0]]
 
-        key = ("draft", paths, len(levels))
-        (tokens,) = self._target.run_batch(batch, self.heads, key, filled, self._states[: batch.size])
-        return Draft(
-            tokens,
-            tree=tree,
-            bytes_read=self._prefix_bytes + sum(self._level_bytes[: len(levels)]),
-        )
+        key = ("draft", nodes, len(levels))
+        drafted = self._target.run_batch(batch, self.heads, key, filled, self._states[: batch.size])
+        read = self._prefix_bytes + sum(self._level_bytes[: len(levels)])
+        return Draft(*drafted, tree=tree, bytes_read=read)
 
     def commit(self, batch: Batch, verified: Verified) -> None:
         """Notes the state to draft from next, in front of the token that is pending now."""
@@ -125,17 +121,16 @@ class HydraHeads(Drafter):
         if prefix is None:
             self._states[: batch.size] = verified.last(states)
             return
-        layout = self._layer.layout
         # Where fewer tokens were kept than elsewhere, what follows is written over in the next round.
         n = 1 + max(verified.counts)
 
         def feed(batch: Batch, count: torch.Tensor, states: torch.Tensor) -> list[torch.Tensor]:
             states = states.to(self._states.device)  # as above
-            seen = prefix(states, **self._layer.arguments(layout.place(batch, n), states))
+            seen = prefix(states, **self._layer.arguments(batch, states))
             return [seen[torch.arange(batch.size, device=seen.device), count]]
 
-        inputs, key = (verified.count, verified.accepted_states(states)[:, :n]), ("commit", n)
-        (seen,) = self._target.run_batch(batch, layout.cache, key, feed, *inputs, entries=n)
+        inputs = verified.count, verified.accepted_states(states)[:, :n]
+        (seen,) = self._layer.run(batch, ("commit", n), feed, *inputs, entries=n)
         self._states[: batch.size] = seen
 
     def _own_output(self, i: int) -> torch.nn.Module | None:

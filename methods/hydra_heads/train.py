@@ -18,12 +18,18 @@ import torch
 
 from methods.common.head_training import HeadDistillation, train_heads
 from methods.common.losses import ALL, Head, Loss
-from methods.common.training import SETTINGS, batches_on, least_squares, some_of, target_states, training_pair
-from specbench.config.compose import with_hydra
+from methods.common.training import (
+    SETTINGS,
+    batches_on,
+    least_squares,
+    some_of,
+    target_pair,
+    target_states,
+    trainer,
+)
+from specbench.config.compose import program
 from specbench.decoding.state import NORMED
-from specbench.models.pairs import load_pair
-from specbench.system.errors import one_line_errors
-from specbench.system.settings import Count, check_all
+from specbench.system.settings import Count
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -129,15 +135,13 @@ class Distillation(HeadDistillation):
         return Head(layer.weight, layer.bias)
 
 
+@trainer(SETTINGS | {"heads": Count, "layers": Count, "nodes": Count, "prefix": bool, "own_output": bool})
 def train(cfg: DictConfig) -> Path:
     """Trains as configured (conf/train_hydra_heads.yaml) and returns the folder of the finished heads."""
-    settings = {"heads": Count, "layers": Count, "nodes": Count, "prefix": bool, "own_output": bool}
-    check_all(cfg, SETTINGS | settings)
     from methods.hydra_heads.checkpoint import save_heads
 
-    pair = load_pair(training_pair(cfg.pair), cfg.seed, with_draft=False)
+    pair = target_pair(cfg)
     target = pair.staged
-    torch.manual_seed(cfg.seed)
     heads = fresh_heads(target, cfg.heads, cfg.layers, cfg.prefix, cfg.own_output)
     fit(heads, target, batches_on(cfg, pair))
     module = Distillation(heads, target, Loss.of(cfg))
@@ -148,10 +152,7 @@ def train(cfg: DictConfig) -> Path:
     return train_heads(module, cfg, pair, partial(save_heads, heads), begins)
 
 
-@one_line_errors()
-def main() -> int:
-    """Does what the command line says; returns the exit code."""
-    return with_hydra("train_hydra_heads", one_line_errors()(train))
+main = program("train_hydra_heads", train)
 
 
 if __name__ == "__main__":

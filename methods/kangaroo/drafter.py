@@ -13,11 +13,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from methods.common.heads import StopTracker, draft_head
-from specbench.decoding.cpu.compiled_layers import compiled_copy
+from methods.common.layer_cache import LayerCache
 from specbench.decoding.drafter import Drafter, Needs
 from specbench.decoding.model.cost import weight_bytes
-from specbench.decoding.model.graphs import options_of
-from specbench.decoding.model.layer_cache import LayerCache
 from specbench.decoding.state import Batch, Draft, Prefill, Resume, SequenceState, Verified
 from specbench.models.pairs import Pair
 from specbench.system.errors import UserError
@@ -26,7 +24,6 @@ from specbench.system.settings import Count, Probability
 
 if TYPE_CHECKING:
     from methods.kangaroo.adapter import Adapter
-    from specbench.decoding.kv_cache import ForwardContext
     from specbench.decoding.model.staged_model import StagedModel
     from specbench.decoding.slots import Slots
     from specbench.decoding.tree import Tree
@@ -65,9 +62,7 @@ class Kangaroo(Drafter):
         from methods.kangaroo.adapter import load_adapter  # late: transformers' models take seconds to import
 
         loaded = load_adapter(packaged(weights), pair.target.config, pair.device, pair.dtype, pair.expansion)
-        self.adapter = compiled_copy(
-            loaded, *(loaded.compiled_layers if options_of(pair.target).compile else ())
-        )
+        self.adapter = loaded.for_drafting(pair)
         exit_layer = _exit_layer(exit_layer, self.adapter, pair.target.config.num_hidden_layers)
         self.exit_layer = exit_layer
         self.taps = (exit_layer,)
@@ -81,7 +76,7 @@ class Kangaroo(Drafter):
     def open(self, slots: Slots, target: StagedModel) -> None:
         """Allocates the adapter's cache."""
         self.target = target
-        self._layer = LayerCache(self.adapter, slots, target.dtype)
+        self._layer = LayerCache(self.adapter, slots, target)
         # The exit state in front of each sequence's pending token, which the adapter may not have seen.
         self._before = slots.tensor(1, target.hidden_size, dtype=target.dtype)
         # Known tokens of each sequence whose exit states the adapter has seen.
@@ -101,7 +96,7 @@ class Kangaroo(Drafter):
         tokens, probs = [], []
         stop = StopTracker(self.confidence_threshold)
         self.head.begin(batch)
-        for j in range(min(self.max_draft_tokens, batch.max_draft)):
+        for j in range(batch.max_draft):
             logits = self._logits(batch, feed, offset)
             token, q = self.head.choose(logits, batch.decoding, batch.draws(j))
             tokens.append(token)
@@ -157,18 +152,13 @@ class Kangaroo(Drafter):
 
     def _logits(self, batch: Batch, feed: torch.Tensor, offset: int) -> torch.Tensor:
         """Exit states [b, n, d], the first `offset` after the pending token's -> logits [b, rows] after the last."""
-        n, layout = feed.shape[1], self._layer.layout
+        n = feed.shape[1]
 
         def adapted(batch: Batch, feed: torch.Tensor) -> list[torch.Tensor]:
-            states = self._adapt(feed, layout.place(batch, n, offset))
+            states = self.adapter(feed, **self._layer.arguments(batch, feed, offset))
             return [self.head.logits(states[:, -1])]
 
-        key, entries = ("draft", n, offset), offset + n
-        return self.target.run_batch(batch, layout.cache, key, adapted, feed, entries=entries)[0]
-
-    def _adapt(self, states: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
-        """Exit states [b, n, d] -> states [b, n, d] for the head."""
-        return self.adapter(states, **self._layer.arguments(ctx, states))
+        return self._layer.run(batch, ("draft", n, offset), adapted, feed, entries=offset + n)[0]
 
 
 def _exit_layer(requested: int | None, adapter: Adapter, layers: int) -> int:

@@ -18,16 +18,16 @@ from methods.common.losses import ALL, Guess, Head, Loss, teacher_of
 from methods.common.training import (
     SETTINGS,
     agreement,
+    check_like_layer,
     predicting,
+    target_pair,
     target_states,
     train_part,
-    training_pair,
+    trainer,
 )
-from specbench.config.compose import with_hydra
+from specbench.config.compose import program
 from specbench.decoding.state import NORMED
-from specbench.models.pairs import load_pair
-from specbench.system.errors import one_line_errors
-from specbench.system.settings import Count, Range, check_all
+from specbench.system.settings import Count, Range
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -94,15 +94,15 @@ class Distillation(torch.nn.Module):
         return student, teacher
 
 
+@trainer(SETTINGS | {"exit_layer": Count, "like_layer": Annotated[int, Range(0)] | None})
 def train(cfg: DictConfig) -> Path:
     """Trains as configured (conf/train_kangaroo.yaml) and returns the folder of the finished adapter."""
-    check_all(cfg, SETTINGS | {"exit_layer": Count, "like_layer": Annotated[int, Range(0)] | None})
     from methods.kangaroo.adapter import check_exit_layer, save_adapter
 
-    pair = load_pair(training_pair(cfg.pair), cfg.seed, with_draft=False)
+    pair = target_pair(cfg)
     target = pair.staged
     exit_layer = check_exit_layer(cfg.exit_layer, len(target.layers))
-    torch.manual_seed(cfg.seed)
+    check_like_layer(cfg.like_layer, target)
     like_layer = exit_layer if cfg.like_layer is None else cfg.like_layer
     adapter = fresh_adapter(target, like_layer)
     module = Distillation(adapter, target, exit_layer, Loss.of(cfg))
@@ -115,10 +115,7 @@ def train(cfg: DictConfig) -> Path:
     return train_part(module, evaluate, save, cfg, pair, begins)
 
 
-@one_line_errors()
-def main() -> int:
-    """Does what the command line says; returns the exit code."""
-    return with_hydra("train_kangaroo", one_line_errors()(train))
+main = program("train_kangaroo", train)
 
 
 if __name__ == "__main__":

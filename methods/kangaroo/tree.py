@@ -65,7 +65,7 @@ class KangarooTree(Kangaroo):
     def draft(self, batch: Batch) -> Draft:
         """Drafts level by level; verification resumes after the exit layer with the states of all nodes."""
         width = min(self.width, self.head.rows, batch.max_nodes)
-        levels = min(self.max_draft_tokens, batch.max_draft, batch.max_nodes // width)
+        levels = min(batch.max_draft, batch.max_nodes // width)
         feed, offset = self._begun(batch)
         states, tokens = [feed[:, -1:]], []
         scores = torch.zeros(batch.size, 1, device=feed.device)  # logarithms of the confidence of each path
@@ -111,13 +111,13 @@ class KangarooTree(Kangaroo):
         Returns:
             Token ids [b, width], scores [b, width], and the tree with this level.
         """
-        n, layout = feed.shape[1], self._layer.layout
+        n = feed.shape[1]
 
         def grown(
             batch: Batch, feed: torch.Tensor, scores: torch.Tensor, *above: torch.Tensor
         ) -> list[torch.Tensor]:
-            tree = Tree.of_tensors(above) if above else None
-            adapted = self._adapt(feed, layout.place(batch, n, offset, tree))
+            tree = Tree(*above) if above else None
+            adapted = self.adapter(feed, **self._layer.arguments(batch, feed, offset, tree))
             # What stands in front of the pending token only fills the cache.
             logits = self.head.logits(adapted[:, -1:] if tree is None else adapted)
             followers = likeliest_ids(logits, width)
@@ -131,7 +131,7 @@ class KangarooTree(Kangaroo):
             ids = self.head.ids(followers.flatten(1).gather(1, best))
             return [ids, scores, *Tree.of(parents).tensors]
 
-        args = (feed, scores) if tree is None else (feed, scores, *tree.tensors)
-        key, entries = ("draft", n, offset, width), offset + n
-        ids, scores, *tensors = self.target.run_batch(batch, layout.cache, key, grown, *args, entries=entries)
-        return ids, scores, Tree.of_tensors(tensors, width)
+        inputs = (feed, scores) if tree is None else (feed, scores, *tree.tensors)
+        key = ("draft", n, offset, width)
+        ids, scores, *tensors = self._layer.run(batch, key, grown, *inputs, entries=offset + n)
+        return ids, scores, Tree(*tensors, max_children=width)

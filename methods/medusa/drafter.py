@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from methods.common.heads import DraftHead, draft_head, target_ids
-from methods.common.rank_trees import chosen_paths, likeliest_ids, rank_tree
+from methods.common.rank_trees import RankTrees, chosen_paths, likeliest_ids
 from methods.medusa.checkpoint import load_heads, save_for_vllm
 from specbench.decoding.drafter import Drafter, Needs
 from specbench.decoding.model.cost import weight_bytes
@@ -70,11 +70,9 @@ class Medusa(Drafter):
             if ids is None
             else DraftHead(target, target_ids(pair), ids)
         )
-        self.paths = chosen_paths(settings.get("tree"), self.heads.heads, nodes, self.head.rows)
-        self.max_nodes = len(self.paths)
-        self.max_draft_tokens = max(map(len, self.paths))
-        self.ranks = 1 + max(rank for path in self.paths for rank in path)
-        self.device = pair.device
+        self.trees = RankTrees(chosen_paths(settings.get("tree"), self.heads.heads, nodes, self.head.rows))
+        self.max_nodes, self.max_draft_tokens = self.trees.max_nodes, self.trees.depth
+        self.ranks = 1 + max(rank for path in self.trees.paths for rank in path)
         self._output: torch.Tensor | None = self.heads.output
         if self._output is not None and self.head.token_ids is not None and ids is None:
             self._output = self._output[:, self.head.token_ids]
@@ -93,8 +91,7 @@ class Medusa(Drafter):
 
     def draft(self, batch: Batch) -> Draft:
         """Fills the tree from the likeliest tokens of each head."""
-        paths = tuple(self.paths[: batch.max_nodes])
-        tree, levels = rank_tree(paths, batch.max_draft, self.device)
+        tree, levels, nodes = self.trees.of(batch)
 
         def filled(_batch: Batch, states: torch.Tensor) -> list[torch.Tensor]:
             states = self.heads(states)[:, : len(levels)]
@@ -106,9 +103,9 @@ class Medusa(Drafter):
             tokens = [likely[:, depth, level.ranks] for depth, level in enumerate(levels)]
             return [torch.cat(tokens, dim=1)]
 
-        key = ("draft", paths, len(levels))
-        (tokens,) = self.target.run_batch(batch, self.heads, key, filled, self._states[: batch.size])
-        return Draft(tokens, tree=tree, bytes_read=self._bytes)
+        key = ("draft", nodes, len(levels))
+        drafted = self.target.run_batch(batch, self.heads, key, filled, self._states[: batch.size])
+        return Draft(*drafted, tree=tree, bytes_read=self._bytes)
 
     def export(self, folder: Path) -> None:
         """Writes the heads as vLLM reads them, which has chains of their likeliest tokens in place of the tree."""

@@ -16,13 +16,11 @@ import torch
 
 from methods.common.head_training import HeadDistillation, train_heads
 from methods.common.losses import ALL, Head, Loss
-from methods.common.training import SETTINGS, training_pair
+from methods.common.training import SETTINGS, target_pair, trainer
 from methods.medusa.checkpoint import save_for_vllm, save_heads
 from methods.medusa.heads import MedusaHeads
-from specbench.config.compose import with_hydra
-from specbench.models.pairs import load_pair
-from specbench.system.errors import one_line_errors
-from specbench.system.settings import Count, check_all
+from specbench.config.compose import program
+from specbench.system.settings import Count
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -53,15 +51,11 @@ class Distillation(HeadDistillation):
         return self.head if self.heads.output is None else Head(self.heads.output[i])
 
 
+@trainer(SETTINGS | {"heads": Count, "nodes": Count, "own_output": bool, "form": Literal["authors", "vllm"]})
 def train(cfg: DictConfig) -> Path:
     """Trains as configured (conf/train_medusa.yaml) and returns the folder of the finished heads."""
-    check_all(
-        cfg,
-        SETTINGS | {"heads": Count, "nodes": Count, "own_output": bool, "form": Literal["authors", "vllm"]},
-    )
-    pair = load_pair(training_pair(cfg.pair), cfg.seed, with_draft=False)
+    pair = target_pair(cfg)
     target = pair.staged
-    torch.manual_seed(cfg.seed)
     vocab = target.lm_head.weight.shape[0] if cfg.own_output else None
     heads = MedusaHeads(cfg.heads, target.hidden_size, vocab).to(target.device)
     if heads.output is not None:
@@ -73,10 +67,7 @@ def train(cfg: DictConfig) -> Path:
     return train_heads(Distillation(heads, target, Loss.of(cfg)), cfg, pair, save, BEGINS)
 
 
-@one_line_errors()
-def main() -> int:
-    """Does what the command line says; returns the exit code."""
-    return with_hydra("train_medusa", one_line_errors()(train))
+main = program("train_medusa", train)
 
 
 if __name__ == "__main__":

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import multiprocessing
 
+from specbench.decoding.trace import Timestamp
+
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from specbench.decoding.trace import Span
 
 RING = 8  # messages that may be on their way; neither side is ever more than a few ahead
 SPANS = 3  # of a draft: before the exit, during the rest of the pass, after the decision
@@ -28,6 +28,12 @@ POLLS_BEFORE_YIELD = 200  # looks in a row before other work on this core gets a
 
 
 Marked = tuple[torch.Tensor, torch.cuda.Event | None]
+Span = float | tuple[Timestamp, Timestamp]  # seconds, or the marks between which they passed
+
+
+def elapsed(start: Timestamp, end: Timestamp) -> Span:
+    """Seconds from mark `start` to mark `end` of a clock; on a GPU the marks, for they cannot be read yet."""
+    return end - start if isinstance(start, float) else (start, end)
 
 
 @dataclass(frozen=True, slots=True)

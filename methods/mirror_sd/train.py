@@ -26,14 +26,14 @@ from methods.common.training import (
     predicting,
     save_model,
     target_states,
+    trainer,
 )
 from methods.mirror_sd.streams import save_streams
-from specbench.config.compose import with_hydra
+from specbench.config.compose import program
 from specbench.data import training
 from specbench.decoding.state import NORMED
 from specbench.models.pairs import draft_of
-from specbench.system.errors import one_line_errors
-from specbench.system.settings import Count, NotNegative, check_all
+from specbench.system.settings import Count, NotNegative
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -126,9 +126,9 @@ class Streaming(torch.nn.Module):
         return torch.stack(counts)
 
 
+@trainer(DRAFT_SETTINGS | {"streams": Count, "stream_weight": NotNegative})
 def train(cfg: DictConfig) -> Path:
     """Trains as configured (conf/train_mirror_sd.yaml) and returns the folder of the finished draft model."""
-    check_all(cfg, DRAFT_SETTINGS | {"streams": Count, "stream_weight": NotNegative})
     pair = pair_to_train(cfg)
     draft = draft_of(pair)
     target = pair.staged
@@ -149,10 +149,7 @@ def train(cfg: DictConfig) -> Path:
     return training.train(module, batches(cfg, pair), evaluate, save, cfg, *begins_as(cfg))
 
 
-@one_line_errors()
-def main() -> int:
-    """Does what the command line says; returns the exit code."""
-    return with_hydra("train_mirror_sd", one_line_errors()(train))
+main = program("train_mirror_sd", train)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import multiprocessing
 
-from methods.mirror_sd.channel import Message, ProcessChannel, ThreadChannel
+from methods.mirror_sd.channel import Message, ProcessChannel, ThreadChannel, elapsed
 from specbench.decoding.cpu.autotune import choose_layouts
 from specbench.decoding.trace import Clock
 from specbench.system.errors import JobError, one_line
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 
     from methods.mirror_sd.brancher import Brancher
-    from specbench.decoding.trace import Span
+    from methods.mirror_sd.channel import Span
 
 STARTING = 300.0  # seconds that a new process gets until it is ready
 
@@ -108,7 +108,7 @@ class Inline:
         self.brancher.foresee()
         foreseen = clock.mark()
         self.brancher.expand(k, depth, states.to(self.brancher.device))
-        self._before_exit, self._behind_exit = clock.span(start, foreseen), clock.span(foreseen, clock.mark())
+        self._before_exit, self._behind_exit = elapsed(start, foreseen), elapsed(foreseen, clock.mark())
 
     def settle(self, accepted: int, following: int, limit: int) -> None:
         """The decision, as in `Brancher.settle`; does not wait for the draft after it."""
@@ -118,7 +118,7 @@ class Inline:
         """The draft after the last decision."""
         start = self.clock.mark()
         settled = self.brancher.settle(*self._decision)
-        exposed = self.clock.span(start, self.clock.mark())
+        exposed = elapsed(start, self.clock.mark())
         overlap = overlap_of(settled.hit, self._before_exit, self._behind_exit, exposed, 0.0, 0.0)
         self._before_exit = self._behind_exit = 0.0
         return Reply(settled.tokens, settled.probs, settled.passes, overlap)
@@ -357,14 +357,14 @@ def serve(channel: ThreadChannel | ProcessChannel, brancher: Brancher, alive: Ca
                     k, depth, *_ = message.numbers
                     begun = clock.mark()
                     brancher.expand(k, depth, channel.states(k + 1), requests.waiting)
-                    behind_exit = clock.span(begun, clock.mark())
+                    behind_exit = elapsed(begun, clock.mark())
                 case Command.SETTLE:
                     accepted, following, limit, _ = message.numbers
                     begun = clock.mark()
                     settled = brancher.settle(accepted, following, limit, requests.waiting)
                     channel.put_draft(settled.tokens, settled.probs)
                     hit = -1 if settled.hit is None else int(settled.hit)
-                    channel.put_spans((before_exit, behind_exit, clock.span(begun, clock.mark())))
+                    channel.put_spans((before_exit, behind_exit, elapsed(begun, clock.mark())))
                     seconds = (idle, ipc)
                     channel.replies.put(
                         Response.DRAFT, settled.tokens.shape[0], hit, *settled.passes, seconds=seconds
@@ -373,7 +373,7 @@ def serve(channel: ThreadChannel | ProcessChannel, brancher: Brancher, alive: Ca
                     if not requests.waiting():
                         begun = clock.mark()
                         brancher.foresee()
-                        before_exit = clock.span(begun, clock.mark())
+                        before_exit = elapsed(begun, clock.mark())
                 case Command.END:
                     active = False
                     clock.synchronize()  # what is queued for the sequence; marks of it are read now

@@ -49,7 +49,7 @@ class Mtp(EagleDrafter):
 
     def draft(self, batch: Batch) -> Draft:
         """Drafts token by token, each from the output of the one before."""
-        k = min(self.max_draft_tokens, batch.max_draft)
+        k = batch.max_draft
 
         def chained(batch: Batch, out: torch.Tensor) -> list[torch.Tensor]:
             def after(j: int, before: torch.Tensor) -> torch.Tensor:
@@ -58,8 +58,8 @@ class Mtp(EagleDrafter):
                     out = self._level(batch, out, before.unsqueeze(1), j - 1)
                 return self.head.logits(out[:, 0])
 
-            tokens, spread = chosen_in_turn(self.head, batch, k, after)
-            return [tokens] if spread is None else [tokens, spread]
+            return chosen_in_turn(self.head, batch, k, after)
 
-        tokens, *spread = self._as_one(batch, k, chained, k - 1)
-        return Draft(tokens, spread[0] if spread else None, bytes_read=k * self._bytes)
+        outputs = self._outputs[: batch.size]
+        drafted = self._layer.run(batch, ("draft", k), chained, outputs, entries=k - 1)
+        return Draft(*drafted, bytes_read=k * self._bytes)

@@ -20,15 +20,15 @@ from methods.common.training import (
     layer_sizes,
     least_squares,
     some_of,
+    target_pair,
     train_part,
-    training_pair,
+    trainer,
 )
 from methods.eagle.steps import StepDistillation
 from methods.eagle.train import pairs_of
-from specbench.config.compose import with_hydra
-from specbench.models.pairs import load_pair
-from specbench.system.errors import UserError, one_line_errors
-from specbench.system.settings import Count, Probability, check_all
+from specbench.config.compose import program
+from specbench.system.errors import UserError
+from specbench.system.settings import Count, Probability
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -74,26 +74,21 @@ def fit(model: MtpModel, target: StagedModel, text: Iterable[Batch]) -> None:
     model.final_layernorm.weight.fill_(cast("float", torch.stack(sizes).mean().sqrt().item()))
 
 
+@trainer(SETTINGS | {"draft_steps": Count, "decay": Probability}, may_sample=False)
 def train(cfg: DictConfig) -> Path:
     """Trains as configured (conf/train_mtp.yaml) and returns the folder of the finished head."""
-    check_all(cfg, SETTINGS | {"draft_steps": Count, "decay": Probability})
-    loss = Loss.of(cfg, may_sample=False)
     if cfg.length < cfg.draft_steps + 2:
         raise UserError(f"length={cfg.length} leaves no room for draft_steps={cfg.draft_steps}")
-    pair = load_pair(training_pair(cfg.pair), cfg.seed, with_draft=False)
-    torch.manual_seed(cfg.seed)
+    pair = target_pair(cfg)
     model = fresh_model(pair.staged)
     fit(model, pair.staged, batches_on(cfg, pair))
     from methods.mtp.checkpoint import save_mtp  # late, as above
 
-    module = StepDistillation(model, pair.staged, cfg.draft_steps, cfg.decay, loss)
+    module = StepDistillation(model, pair.staged, cfg.draft_steps, cfg.decay, Loss.of(cfg))
     return train_part(module, module.figures, partial(save_mtp, model), cfg, pair, BEGINS)
 
 
-@one_line_errors()
-def main() -> int:
-    """Does what the command line says; returns the exit code."""
-    return with_hydra("train_mtp", one_line_errors()(train))
+main = program("train_mtp", train)
 
 
 if __name__ == "__main__":

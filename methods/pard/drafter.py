@@ -66,8 +66,8 @@ class ParallelDraft(SpeculativeSampling):
         ids = torch.cat([newest, newest.new_full((batch.size, k - 1), self.mask)], dim=1)
         ctx = self._layout.place(batch, n + k - 1, 1 - n)
         hidden = self.model.run_layers(self.model.embed(ids), self._layout.cache, ctx)[:, n - 1 :]
-        tokens, probs = chosen_at_once(self.head, self.head.logits(self.model.norm(hidden)), batch)
-        return Draft(tokens, probs, bytes_read=self._draft_bytes(batch, n, k))
+        chosen = chosen_at_once(self.head, self.head.logits(self.model.norm(hidden)), batch)
+        return Draft(*chosen, bytes_read=self._draft_bytes(batch, n, k))
 
     def _draft_bytes(self, batch: Batch, n: int, k: int) -> float:
         """Bytes of weights that the one pass of a draft reads."""

@@ -23,13 +23,13 @@ from methods.common.training import (
     pair_to_train,
     target_states,
     train_draft,
+    trainer,
 )
 from methods.pard.drafter import MASK
-from specbench.config.compose import with_hydra
+from specbench.config.compose import program
 from specbench.decoding.state import NORMED
 from specbench.models.pairs import draft_of
-from specbench.system.errors import UserError, one_line_errors
-from specbench.system.settings import check_all
+from specbench.system.errors import UserError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -127,9 +127,9 @@ class ParallelDistillation(torch.nn.Module):
         return torch.stack(student), torch.stack(truth)
 
 
+@trainer(DRAFT_SETTINGS | MASKED_SETTINGS)
 def train(cfg: DictConfig) -> Path:
     """Tunes as configured (conf/train_pard.yaml) and returns the folder of the finished draft model."""
-    check_all(cfg, DRAFT_SETTINGS | MASKED_SETTINGS)
     if cfg.length < cfg.tokens_ahead + 2:
         raise UserError(f"length={cfg.length} leaves no room for tokens_ahead={cfg.tokens_ahead}")
     pair = pair_to_train(cfg)
@@ -146,10 +146,7 @@ def train(cfg: DictConfig) -> Path:
     return train_draft(module, draft, evaluate, cfg, pair)
 
 
-@one_line_errors()
-def main() -> int:
-    """Does what the command line says; returns the exit code."""
-    return with_hydra("train_pard", one_line_errors()(train))
+main = program("train_pard", train)
 
 
 if __name__ == "__main__":

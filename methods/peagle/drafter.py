@@ -71,14 +71,13 @@ class ParallelEagle(EagleDrafter):
 
     def draft(self, batch: Batch) -> Draft:
         """Chooses all tokens from the outputs of the newest pass."""
-        k = min(self.max_draft_tokens, batch.max_draft)
+        k = batch.max_draft
 
         def filled(batch: Batch, outputs: torch.Tensor) -> list[torch.Tensor]:
-            tokens, probs = chosen_at_once(self.head, self.head.logits(outputs[:, :k]), batch)
-            return [tokens] if probs is None else [tokens, probs]
+            return chosen_at_once(self.head, self.head.logits(outputs[:, :k]), batch)
 
-        tokens, *probs = self._as_one(batch, k, filled, 0)
-        return Draft(tokens, probs[0] if probs else None, bytes_read=self._bytes)
+        drafted = self._layer.run(batch, ("draft", k), filled, self._outputs[: batch.size], entries=0)
+        return Draft(*drafted, bytes_read=self._bytes)
 
     def _followed(
         self, features: torch.Tensor, embeds: torch.Tensor, count: torch.Tensor | None = None

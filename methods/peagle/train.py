@@ -21,14 +21,14 @@ from methods.common.training import (
     agreement,
     agreements,
     mask_to_fill,
+    target_pair,
     train_part,
-    training_pair,
+    trainer,
 )
 from methods.eagle3.train import VOCABULARY, TrainingTimeTest, begin
-from specbench.config.compose import with_hydra
-from specbench.models.pairs import load_pair
-from specbench.system.errors import UserError, one_line_errors
-from specbench.system.settings import Count, check_all
+from specbench.config.compose import program
+from specbench.system.errors import UserError
+from specbench.system.settings import Count
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -129,20 +129,19 @@ def fresh_masks(model: Eagle3Model) -> None:
     model.mask_hidden.normal_()
 
 
+@trainer(SETTINGS | VOCABULARY | MASKED_SETTINGS | {"draft_layers": Count}, may_sample=False)
 def train(cfg: DictConfig) -> Path:
     """Trains as configured (conf/train_peagle.yaml) and returns the folder of the finished drafting model."""
-    check_all(cfg, SETTINGS | VOCABULARY | MASKED_SETTINGS | {"draft_layers": Count})
-    loss = Loss.of(cfg, may_sample=False)
     if cfg.length < cfg.tokens_ahead + 3:
         raise UserError(f"length={cfg.length} leaves no room for tokens_ahead={cfg.tokens_ahead}")
-    pair = load_pair(training_pair(cfg.pair), cfg.seed, with_draft=False)
+    pair = target_pair(cfg)
     mask = mask_to_fill(cfg, pair, pair.staged.embed_tokens.weight.shape[0])
     model, begins = begin(cfg, pair, num_hidden_layers=cfg.draft_layers, mask_token_id=mask)
     fresh_masks(model)
     from methods.eagle3.checkpoint import save_eagle3  # late: it takes seconds to import
 
     shares = cfg.retention, cfg.least_retention
-    module = MaskDistillation(model, pair.staged, cfg.tokens_ahead, *shares, loss)
+    module = MaskDistillation(model, pair.staged, cfg.tokens_ahead, *shares, Loss.of(cfg))
 
     def evaluate(held_out: list[Batch]) -> dict[str, float]:
         return agreements("token", agreement(module.agreed, held_out))
@@ -150,10 +149,7 @@ def train(cfg: DictConfig) -> Path:
     return train_part(module, evaluate, partial(save_eagle3, model), cfg, pair, begins)
 
 
-@one_line_errors()
-def main() -> int:
-    """Does what the command line says; returns the exit code."""
-    return with_hydra("train_peagle", one_line_errors()(train))
+main = program("train_peagle", train)
 
 
 if __name__ == "__main__":

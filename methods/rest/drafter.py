@@ -51,9 +51,7 @@ class REST(Drafter):
     def draft(self, batch: Batch) -> Draft:
         """The tree after the longest match; none where there is none."""
         trees = [
-            self._tree(
-                sequence.tokens, min(self.max_nodes, batch.max_nodes), min(limit, self.max_draft_tokens)
-            )
+            self._tree(sequence.tokens, min(self.max_nodes, batch.max_nodes), limit)
             for sequence, limit in zip(batch.sequences, batch.limits)
         ]
         device, parents = batch.tokens.device, [tree.parents for tree in trees]

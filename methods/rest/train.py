@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm
 
 from methods.rest.datastore import save_datastore
-from specbench.config.compose import with_hydra
+from specbench.config.compose import program
 from specbench.data.contamination import MeasuredTexts
-from specbench.data.conversations import conversations, read, tokenizer_of
+from specbench.data.conversations import check_source, own_text, read, tokenizer_of
 from specbench.data.questions import file_questions, find_questions_file
 from specbench.data.training import data_of
 from specbench.models.pairs import load_pair
-from specbench.system.errors import UserError, one_line_errors
+from specbench.system.errors import UserError
 from specbench.system.files import file_sha256
 from specbench.system.settings import Count, Seed, check_all
 
@@ -38,6 +38,7 @@ def train(cfg: DictConfig) -> Path:
     check_all(cfg, SETTINGS)
     if cfg.conversations is None and cfg.tokens is None:
         raise UserError("the pair's own text has no end: say how many tokens=, or give conversations=FILE")
+    check_source(cfg.conversations, cfg.pair)
     questions = find_questions_file(cfg.data)
     measured = MeasuredTexts(file_questions(cfg.data, cfg.task, questions))
     pair = load_pair(cfg.pair, cfg.seed, with_draft=False, weights=False)
@@ -70,14 +71,11 @@ def train(cfg: DictConfig) -> Path:
 def source_conversations(cfg: DictConfig) -> Iterator[Messages]:
     """The conversations: all of a file or data set, once and in its order; else the pair's own, without end."""
     if cfg.conversations is None:
-        return conversations(None, cfg.pair, cfg.seed)
+        return own_text(cfg.pair, cfg.seed)
     return read(cfg.conversations, cfg.split)
 
 
-@one_line_errors()
-def main() -> int:
-    """Does what the command line says; returns the exit code."""
-    return with_hydra("train_rest", one_line_errors()(train))
+main = program("train_rest", train)
 
 
 if __name__ == "__main__":

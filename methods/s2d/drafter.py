@@ -87,7 +87,7 @@ class SortedDraft(SpeculativeSampling):
         """Allocates the draft model's cache, and room for the states that tokens left the exits with."""
         super().open(slots, target)
         inner, width = self.exits[:-1], self.model.hidden_size
-        self._exit_buffers = [slots.by_position(width, dtype=self.model.dtype) for _ in inner]
+        self._exit_buffers = [slots.tensor(slots.capacity, width, dtype=self.model.dtype) for _ in inner]
         # For each exit but the last, how many tokens of each sequence went deeper.
         self._deeper = [slots.values(int) for _ in inner]
 

@@ -27,14 +27,14 @@ from methods.common.training import (
     layers_of,
     predicting,
     save_model,
-    training_pair,
+    target_pair,
+    trainer,
 )
-from specbench.config.compose import with_hydra
+from specbench.config.compose import program
 from specbench.data import training
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.models.pairs import load_pair
-from specbench.system.errors import UserError, one_line_errors
-from specbench.system.settings import Count, check_all
+from specbench.system.errors import UserError
+from specbench.system.settings import Count
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -72,10 +72,10 @@ class Sorted(torch.nn.Module):
         return torch.stack(exits), Head.of(target)(predicting(final, batch, 1.0)).argmax(-1)
 
 
+@trainer(DRAFT_SETTINGS | {"layers": Count | list[int], "exits": list[Count]})
 def train(cfg: DictConfig) -> Path:
     """Trains as configured (conf/train_s2d.yaml) and returns the folder of the finished draft model."""
-    check_all(cfg, DRAFT_SETTINGS | {"layers": Count | list[int], "exits": list[Count]})
-    pair = load_pair(training_pair(cfg.pair), cfg.seed, with_draft=False)
+    pair = target_pair(cfg)
     check_layers(cfg, pair)
     layers, exits = layers_of(cfg), sorted(cfg.exits)
     if not exits or exits[0] < 1 or exits[-1] != len(layers):
@@ -96,10 +96,7 @@ def train(cfg: DictConfig) -> Path:
     return training.train(module, batches(cfg, pair), evaluate, save, cfg, *begins_as(cfg))
 
 
-@one_line_errors()
-def main() -> int:
-    """Does what the command line says; returns the exit code."""
-    return with_hydra("train_s2d", one_line_errors()(train))
+main = program("train_s2d", train)
 
 
 if __name__ == "__main__":

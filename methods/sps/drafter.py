@@ -61,7 +61,7 @@ class SpeculativeSampling(Drafter):
 
     def draft(self, batch: Batch) -> Draft:
         """Drafts token by token, up to `max_draft_tokens`, equally many for every sequence of the batch."""
-        n, k = self._lacking(batch), min(self.max_draft_tokens, batch.max_draft)
+        n, k = self._lacking(batch), batch.max_draft
         if self.looks:
             draft = self._steps(batch, n, k)
             self._drafted = draft.tokens.shape[1]
@@ -71,9 +71,9 @@ class SpeculativeSampling(Drafter):
             draft = self._steps(batch, n, k)
             return [draft.tokens] if draft.probs is None else [draft.tokens, draft.probs]
 
-        tokens, *probs = self.model.run_batch(batch, self._layout.cache, ("draft", n, k), steps, entries=k)
+        drafted = self.model.run_batch(batch, self._layout.cache, ("draft", n, k), steps, entries=k)
         self._drafted = k
-        return Draft(tokens, probs[0] if probs else None, bytes_read=self._draft_bytes(batch, n, k))
+        return Draft(*drafted, bytes_read=self._draft_bytes(batch, n, k))
 
     def commit(self, batch: Batch, verified: Verified) -> None:
         """Notes how many of the known tokens the draft model has seen: no more than before where it did not draft."""

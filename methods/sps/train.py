@@ -20,12 +20,11 @@ from methods.common.training import (
     predicting,
     target_states,
     train_draft,
+    trainer,
 )
-from specbench.config.compose import with_hydra
+from specbench.config.compose import program
 from specbench.decoding.state import NORMED
 from specbench.models.pairs import draft_of
-from specbench.system.errors import one_line_errors
-from specbench.system.settings import check_all
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -68,9 +67,9 @@ class Distillation(torch.nn.Module):
         return student, teacher
 
 
+@trainer(DRAFT_SETTINGS)
 def train(cfg: DictConfig) -> Path:
     """Trains as configured (conf/train_sps.yaml) and returns the folder of the finished draft model."""
-    check_all(cfg, DRAFT_SETTINGS)
     pair = pair_to_train(cfg)
     draft = draft_of(pair)
     module = Distillation(draft, pair.staged, Loss.of(cfg))
@@ -82,10 +81,7 @@ def train(cfg: DictConfig) -> Path:
     return train_draft(module, draft, evaluate, cfg, pair)
 
 
-@one_line_errors()
-def main() -> int:
-    """Does what the command line says; returns the exit code."""
-    return with_hydra("train_sps", one_line_errors()(train))
+main = program("train_sps", train)
 
 
 if __name__ == "__main__":

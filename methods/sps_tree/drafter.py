@@ -7,12 +7,13 @@ sees the known tokens and its own ancestors. Leaves never go through it.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from methods.common.heads import drawable
-from methods.common.rank_trees import Level, Path, checked_paths, fill_tree, rank_tree, shaped
+from methods.common.rank_trees import Level, Path, RankTrees, checked_paths, fill_tree, shaped
 from methods.sps import SpeculativeSampling
 from specbench.decoding.sampling import SamplingParams, sample_inverse_cdf
 from specbench.decoding.state import Batch, Draft, Verified
@@ -65,28 +66,26 @@ class DraftModelTree(SpeculativeSampling):
         else:
             deepest = max_draft_tokens or float("inf")
             paths = [path for path in load_tree(tree) if len(path) <= deepest][:nodes]
-        self.paths = [path for path in paths if max(path) < self.head.rows]
-        self.max_nodes, self.max_draft_tokens = len(self.paths), max(map(len, self.paths))
+        self.trees = RankTrees([path for path in paths if max(path) < self.head.rows], leaves_last=True)
+        self.max_nodes, self.max_draft_tokens = self.trees.max_nodes, self.trees.depth
         self.sampling, self.deterministic = sampling, sampling == "likeliest"
         if not self.deterministic:
-            _, levels = rank_tree(tuple(self.paths), self.max_draft_tokens, pair.device, leaves_last=True)
-            self.siblings = max(level.most_siblings for level in levels)
+            self.siblings = max(Counter(path[:-1] for path in self.trees.paths).values())
 
     def draft(self, batch: Batch) -> Draft:
         """Drafts the tree level by level, as deep as the sequence with most room can use it."""
-        paths, device = tuple(self.paths[: batch.max_nodes]), batch.tokens.device
-        tree, levels = rank_tree(paths, batch.max_draft, device, leaves_last=True)
+        tree, levels, nodes = self.trees.of(batch)
         n = self._lacking(batch)  # the last token that was accepted may have been a leaf
         self._leaves = [level.leaves for level in levels]
 
         def filled(batch: Batch) -> list[torch.Tensor]:
             return self._filled(batch, n, tree, levels)
 
-        entries, key = len(paths), ("draft", n, paths, len(levels))
-        tokens, *probs = self.model.run_batch(batch, self._layout.cache, key, filled, entries=entries)
+        key = ("draft", n, nodes, len(levels))
+        drafted = self.model.run_batch(batch, self._layout.cache, key, filled, entries=nodes)
         fed = [n, *(level.inner for level in levels[:-1])]
         read = sum(self._pass_bytes(batch.size * tokens) for tokens in fed)
-        return Draft(tokens, probs[0] if probs else None, tree, bytes_read=read)
+        return Draft(*drafted, tree=tree, bytes_read=read)
 
     def _filled(self, batch: Batch, n: int, tree: Tree, levels: list[Level]) -> list[torch.Tensor]:
         """Tokens [b, k] and, where they were drawn, the distributions [b, k, vocab]; n tokens are fed first."""

@@ -22,10 +22,13 @@ from methods.common.heads import target_ids
 from methods.common.rank_trees import best_tree, counted_paths
 from methods.common.training import Answered, answered
 from methods.sps_tree.drafter import FILE
-from specbench.config.compose import with_hydra
+from specbench.config.compose import program
+from specbench.data.conversations import check_conversations, count_left_out
+from specbench.data.training import questions_of
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.models.pairs import draft_of, load_pair
-from specbench.system.errors import UserError, one_line_errors
+from specbench.system.errors import UserError
+from specbench.system.files import make_folder, write_atomic
 from specbench.system.settings import Count, Seed, Temperature, check_all
 
 if TYPE_CHECKING:
@@ -88,6 +91,7 @@ def count(
 def train(cfg: DictConfig) -> Path:
     """Counts as configured (conf/train_sps_tree.yaml), writes the tree and returns its folder."""
     check_all(cfg, SETTINGS)
+    check_conversations(cfg)
     pair = load_pair(cfg.pair, cfg.seed, with_draft=True)
     draft = StagedModel(draft_of(pair), pair.vocab_size, target_ids(pair))
     stream = answered(cfg, pair, StagedModel(pair.target, pair.vocab_size))
@@ -100,15 +104,17 @@ def train(cfg: DictConfig) -> Path:
     facts = {
         "pair": pair.name,
         "data": f"sha256:{data}",
+        "questions": questions_of(cfg),
+        "left_out": count_left_out(cfg),
         "temperature": cfg.temperature,
         "places": positions,
         "tree": tree,
         "tree_counts": [path_counts[path] for path in tree],
     }
     path = Path(cfg.out) / FILE
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     lines = ",\n".join(f" {json.dumps(name)}: {json.dumps(value)}" for name, value in facts.items())
-    path.write_text(f"{{\n{lines}\n}}\n")
+    write_atomic(path, f"{{\n{lines}\n}}\n")
     print("tokens a round, if every place were as likely to begin one:")
     for nodes in (*(n for n in (1, 2, 4, 8, 16, 32) if n < len(tree)), len(tree)):
         deepest = max(map(len, tree[:nodes]))
@@ -118,10 +124,7 @@ def train(cfg: DictConfig) -> Path:
     return Path(cfg.out)
 
 
-@one_line_errors()
-def main() -> int:
-    """Does what the command line says; returns the exit code."""
-    return with_hydra("train_sps_tree", one_line_errors()(train))
+main = program("train_sps_tree", train)
 
 
 if __name__ == "__main__":

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from methods.swift.search import LayerSearch
+from methods.swift.search import LayerSearch, Skipped
+from methods.swift.sublayers import Sublayers, check_parts
 from specbench.decoding.drafter import Drafter
-from specbench.decoding.model.sublayers import check_parts
 from specbench.decoding.state import Batch, Draft, SequenceState, Verified
 from specbench.models.pairs import Pair
 from specbench.system.settings import Count, Probability
@@ -80,10 +80,12 @@ class Swift(Drafter):
             check_parts(layer)
         self._layers = len(decoder.layers)
         self._search = self._begin_search(self._layers)
+        self._sublayers: Sublayers | None = None
 
     def open(self, slots: Slots, target: StagedModel) -> None:
         """Makes the drafting model."""
-        self.target = target
+        if self._sublayers is None or self._sublayers.target is not target:
+            self._sublayers = Sublayers(target)
         self._take_best()
 
     def begin(self, slot: int, sequence: SequenceState, prefill: Prefill) -> None:
@@ -99,7 +101,7 @@ class Swift(Drafter):
         parents: list[list[int]] = [[] for _ in range(b)]
         ends, going = [-1] * b, [True] * b  # the chain's last node, and whether it goes on
         ids, passes = batch.last_tokens(1), 0
-        while any(going) and passes < min(self.max_draft_tokens, batch.max_draft):
+        while any(going) and passes < batch.max_draft:
             ctx = batch.layout.place(batch, 1, passes)
             logits = self.model.head(self.model.run_layers(self.model.embed(ids), cache, ctx)[:, -1])
             ids, sequences = _look(logits)
@@ -135,7 +137,7 @@ class Swift(Drafter):
         if i is None:
             return 0.0
         skipped = self._search.propose()
-        model = self.target.without(skipped.attention, skipped.mlp)
+        model = self._without(skipped)
         sequence = batch.sequences[i]
         start = len(sequence.request.prompt)
         ids = batch.tokens[i : i + 1, start : start + window + 1]
@@ -149,8 +151,12 @@ class Swift(Drafter):
 
     def _take_best(self) -> None:
         """Makes the model that drafts."""
-        best = self._search.best
-        self.model = self.target.without(best.attention, best.mlp)
+        self.model = self._without(self._search.best)
+
+    def _without(self, skipped: Skipped) -> StagedModel:
+        """The target without some sublayers."""
+        assert self._sublayers is not None  # made by `open`
+        return self._sublayers.without(skipped.attention, skipped.mlp)
 
     # -- state that outlives an answer
 
@@ -165,7 +171,7 @@ class Swift(Drafter):
     def restore(self, state: LayerSearch) -> None:
         """Goes on with a search that was kept."""
         self._search = copy.deepcopy(state)
-        if hasattr(self, "target"):
+        if self._sublayers is not None:
             self._take_best()
 
     @staticmethod

@@ -19,11 +19,12 @@ from tqdm import tqdm
 
 from methods.common.training import answered
 from methods.vocab_trim.vocab_map import rank, save_vocab_map
-from specbench.config.compose import with_hydra
-from specbench.data.conversations import conversations
+from specbench.config.compose import program
+from specbench.data.conversations import check_conversations, conversations, count_left_out
+from specbench.data.training import questions_of
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.models.pairs import Pair, draft_of, load_pair
-from specbench.system.errors import UserError, one_line_errors
+from specbench.system.errors import UserError
 from specbench.system.settings import Count, Seed, Temperature, check_all
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def answers(cfg: DictConfig, pair: Pair, source: str, held_out: bool = False) ->
     """
     if source == "raw_text":
         epochs = 1 if cfg.tokens is None else None
-        texts = conversations(cfg.conversations, cfg.pair, cfg.seed, held_out, cfg.split, epochs)
+        texts = conversations(cfg, held_out, epochs)
         answer_texts = (m["content"] for c in texts for m in c if m["role"] == "assistant")
         yield from (pair.tokenizer.encode(text, add_special_tokens=False) for text in answer_texts)
         return
@@ -85,10 +86,12 @@ def calibrate(cfg: DictConfig) -> Path:
     check_all(cfg, SETTINGS)
     if cfg.tokens is None and (cfg.source != "raw_text" or cfg.conversations is None):
         raise UserError("what is generated does not end: say how much of it to count, such as tokens=100000")
+    check_conversations(cfg)
     pair = load_pair(cfg.pair, cfg.seed, with_draft=cfg.source == "draft_generated")
     counts, data = count(answers(cfg, pair, cfg.source), cfg.tokens, cfg.source)
     rows = rank(counts, pair.tokenizer, pair.stop_ids)[: cfg.size]
     facts = {"source": cfg.source, "pair": pair.name, "tokens": counts.total(), "data": data}
+    facts |= {"questions": questions_of(cfg), "left_out": count_left_out(cfg)}
     path = save_vocab_map(cfg.out, rows, pair.tokenizer, **facts)
     seen, _ = count(answers(cfg, pair, "target_generated", held_out=True), cfg.held_out_tokens, "held out")
     print(
@@ -101,10 +104,7 @@ def calibrate(cfg: DictConfig) -> Path:
     return Path(cfg.out)
 
 
-@one_line_errors()
-def main() -> int:
-    """Does what the command line says; returns the exit code."""
-    return with_hydra("calibrate_vocab", one_line_errors()(calibrate))
+main = program("calibrate_vocab", calibrate)
 
 
 if __name__ == "__main__":

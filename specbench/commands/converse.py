@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 from rich.table import Table
 from tqdm import tqdm
 
-from specbench.config.compose import with_hydra
+from specbench.config.compose import program
 from specbench.data.contamination import BenchmarkNgrams
-from specbench.data.questions import file_questions
+from specbench.data.questions import file_questions, questions_sha256
 from specbench.data.synthesis import Filters, Kind, Material, kinds_of, loop_start
 from specbench.decoding.cpu.autotune import PassShape, choose_layouts
 from specbench.decoding.drafter import Drafter
@@ -33,8 +33,8 @@ from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.state import Request
 from specbench.models.pairs import Pair, load_pair
 from specbench.report.cells import console
-from specbench.system.errors import UserError, one_line_errors
-from specbench.system.files import make_folder, whole_lines
+from specbench.system.errors import UserError
+from specbench.system.files import lock_file, make_folder, whole_lines
 from specbench.system.settings import Count, Natural, Probability, Range, Seed, check_all, plain
 
 if TYPE_CHECKING:
@@ -250,10 +250,11 @@ class Output:
                 )
             self.log.write_text(json.dumps({"settings": settings}) + "\n", encoding="utf-8")
         header, *self.lines = map(json.loads, self.log.read_text(encoding="utf-8").splitlines())
+        begun = header["settings"]
         for key, value in settings.items():
-            if header["settings"].get(key) != value:
+            if begun.get(key, value) != value:  # older logs lack what is new
                 raise UserError(
-                    f"{path} was begun with {key}={header['settings'].get(key)}, not {value}: "
+                    f"{path} was begun with {key}={begun[key]}, not {value}: "
                     "give the same settings, or another out=FILE"
                 )
         counted_bytes = self.lines[-1]["bytes"] if self.lines else 0
@@ -332,10 +333,12 @@ def converse(cfg: DictConfig) -> Path:
     path = Path(cfg.out)
     make_folder(path.parent)
     settings = {name: cfg[name] for name in SAME} | {"target": cfg.pair.target, "kinds": plain(cfg.kinds)}
-    output = Output(path, settings)
-    if output.tokens < cfg.tokens:
-        filters = Filters(cfg.distinct, cfg.ascii, cfg.question_words, cfg.answer_tokens, benchmark)
-        write(cfg, kinds, filters, output)
+    settings["questions"] = questions_sha256(cfg.data) if cfg.avoid_benchmark else None
+    with lock_file(path, "written"):
+        output = Output(path, settings)
+        if output.tokens < cfg.tokens:
+            filters = Filters(cfg.distinct, cfg.ascii, cfg.question_words, cfg.answer_tokens, benchmark)
+            write(cfg, kinds, filters, output)
     console().print(output.table())
     print(path)
     return path
@@ -366,10 +369,7 @@ def write(cfg: DictConfig, kinds: list[Kind], filters: Filters, output: Output) 
                 raise UserError(f"nothing that the target writes is kept: {reasons}")
 
 
-@one_line_errors()
-def main() -> int:
-    """Does what the command line says; returns the exit code."""
-    return with_hydra("converse", one_line_errors()(converse))
+main = program("converse", converse)
 
 
 if __name__ == "__main__":

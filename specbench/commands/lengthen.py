@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm
 
 from specbench.config.compose import with_hydra
-from specbench.data.conversations import conversations, read
+from specbench.data.conversations import own_text, read
 from specbench.models.pairs import Pair, load_pair
 from specbench.system.errors import UserError, one_line_errors
 from specbench.system.files import make_folder, write_atomic
@@ -74,7 +74,7 @@ def lengthen(cfg: DictConfig) -> Path:
 
 def documents(cfg: DictConfig, pair: Pair) -> list[str]:
     """Answers of so many words, each once; of a text without an end as many as are enough."""
-    rows = read(cfg.conversations) if cfg.conversations else conversations(None, cfg.pair, cfg.seed)
+    rows = read(cfg.conversations) if cfg.conversations else own_text(cfg.pair, cfg.seed)
     texts: dict[str, None] = {}
     tokens, wanted = 0, ENOUGH * max(cfg.lengths)
     for messages in rows:

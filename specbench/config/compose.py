@@ -25,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from specbench import CONF
 from specbench.models.expansion import layer_at
-from specbench.system.errors import UserError, suggest
+from specbench.system.errors import UserError, one_line_errors, suggest
 
 NO_KEY = re.compile(r"Could not override '([\w.]+)'")  # as Hydra says it
 
@@ -53,6 +53,20 @@ def drafter_setting(key: str, default: Any, *, _root_: DictConfig) -> Any:
 
 
 OmegaConf.register_new_resolver("drafter_setting", drafter_setting, replace=True)
+
+
+def benchmark_of(pair: str) -> str:
+    """`- data: ${benchmark:${pair}}` in a defaults list: the questions that what is made for a pair must not know.
+
+    They are those of the embedded family for its pairs, and Spec-Bench's for all others.
+    """
+    names = [pair]
+    for name in names:  # which grows
+        names += _bases(name)
+    return "tiny" if "tiny" in names else "spec_bench"
+
+
+OmegaConf.register_new_resolver("benchmark", benchmark_of, replace=True)
 
 
 # -- tuned settings: conf/tuned/PAIR/METHOD.yaml
@@ -284,6 +298,17 @@ def with_hydra(config_name: str, task: Callable[[DictConfig], object]) -> int:
         print("\nstopped; the same command goes on from here", file=sys.stderr)
         return 130
     return 0
+
+
+def program(config_name: str, task: Callable[[DictConfig], object]) -> Callable[[], int]:
+    """The `main` of a module: gives `task` what Hydra composes, and says in one line what its user did wrong."""
+
+    @one_line_errors()
+    def main() -> int:
+        """Does what the command line says; returns the exit code."""
+        return with_hydra(config_name, one_line_errors()(task))
+
+    return main
 
 
 def _folders() -> list[Path]:

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 from specbench.data.ngrams import ngrams
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
-    from specbench.data.conversations import Messages
     from specbench.data.questions import Question
 
 # A text of fewer words says little: it is found as a whole message alone, and as an answer not at all.
@@ -45,7 +44,7 @@ class MeasuredTexts:
             for passage in self._by_start.get(words[i : i + WORDS], ())
         )
 
-    def in_messages(self, messages: Messages) -> bool:
+    def in_messages(self, messages: Iterable[dict]) -> bool:
         """Whether a conversation has such a message."""
         return any(self.in_text(message["content"]) for message in messages)
 
@@ -69,6 +68,20 @@ class BenchmarkNgrams:
         """Whether a message is a short turn, or shares a run of words with a longer one."""
         words = words_of(text)
         return words in self._short or any(ngram in self._ngrams for ngram in ngrams(words, WORDS))
+
+
+def uncleared_lines(training: Mapping[str, Mapping], questions: str | None) -> list[str]:
+    """A line about each part whose text was cleared of other questions than those that were measured.
+
+    Args:
+        training: records of what the parts saw; `questions` is the sha256 of the file that their text was cleared of.
+        questions: of the measured file; None: an older run does not tell.
+    """
+    return [
+        f"text of {name} was cleared of other questions than these: it may hold them"
+        for name, record in training.items()
+        if questions is not None and record.get("questions", questions) not in (questions, None)
+    ]
 
 
 def words_of(text: str) -> tuple[str, ...]:

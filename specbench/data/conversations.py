@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import random
-from itertools import count, dropwhile, islice
+from itertools import count, dropwhile, filterfalse, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import hydra
 import torch
 
-from specbench.system.errors import UserError
+from specbench.data.contamination import MeasuredTexts
+from specbench.data.questions import MissingQuestionsError, file_questions, find_questions_file
+from specbench.system.errors import UserError, warn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -33,55 +35,111 @@ Tokens = tuple[list[int], list[float]]  # ids, and the weight of each in the los
 
 
 def conversations(
-    source: str | None,
-    pair_cfg: DictConfig,
-    seed: int,
-    held_out: bool = False,
-    split: str = "train",
-    epochs: int | None = None,
-    needs_answers: bool = True,
+    cfg: DictConfig, held_out: bool = False, epochs: int | None = None, needs_answers: bool = True
 ) -> Iterator[Messages]:
-    """Conversations in an order that `seed` draws; the held-out ones are disjoint from the others.
+    """Conversations in an order that `cfg.seed` draws; the held-out ones are disjoint from the others.
 
-    They are endless, unless `epochs` says how often a file or data set is read; a pair's own have no end.
+    They are endless, unless `epochs` says how often a file or data set is read; a pair's own have no end. Those with a
+    text of the benchmark `cfg.data` are left out.
 
     Args:
-        source: a JSON Lines file or the name of a data set on the hub, whose rows have `messages` ({role, content}) or
-            ShareGPT's `conversations` ({from, value}); None for the pair's own (`pair.training`).
-        pair_cfg: of the pair.
-        seed: of the order.
+        cfg: settings of what reads them. `conversations`: a JSON Lines file or the name of a data set on the hub, whose
+            rows have `messages` ({role, content}) or ShareGPT's `conversations` ({from, value}); None for the pair's
+            own (`pair.training`). `split`: of a data set. `pair`, `seed`, `data`, `task`.
         held_out: whether the held-out ones are given, or the others.
-        split: of a data set.
         epochs: how often a file or data set is read; None: again and again.
         needs_answers: whether the assistant must say something in one of them.
 
     Raises:
         UserError: there is no such source, a line of it is no conversation, or the assistant says nothing.
     """
-    if source is None:
-        if pair_cfg.get("training") is None:
-            raise UserError(
-                f"pair '{pair_cfg.name}' brings no training text: give conversations=FILE (JSON lines)"
-            )
-        yield from hydra.utils.instantiate(pair_cfg.training, seed=2 * seed + held_out)
+    measured = measured_texts(cfg)
+
+    def screened(rows: Iterable[Messages]) -> Iterable[Messages]:
+        return rows if measured is None else filterfalse(measured.in_messages, rows)
+
+    if cfg.conversations is None:
+        yield from screened(own_text(cfg.pair, cfg.seed, held_out))
         return
     for epoch in count() if epochs is None else range(epochs):
-        rows = read(source, split)
+        rows = read(cfg.conversations, cfg.split)
         chosen = (row for i, row in enumerate(rows) if (i % HELD_OUT_EVERY == 0) == held_out)
         answered = 0
-        for messages in shuffled(chosen, random.Random(f"{seed} {epoch}")):
+        for messages in shuffled(screened(chosen), random.Random(f"{cfg.seed} {epoch}")):
             answered += any(message["role"] == "assistant" for message in messages)
             yield messages
         if needs_answers and not answered:
+            besides = "" if measured is None else f", beside those with a text of {cfg.data.name}"
             raise UserError(
-                f"'{source}' holds too few conversations in which the assistant says anything: some must be left to be "
-                "held out"
+                f"'{cfg.conversations}' holds too few conversations in which the assistant says anything{besides}: "
+                "some must be left to be held out"
             )
+
+
+def measured_texts(cfg: DictConfig) -> MeasuredTexts | None:
+    """What no conversation may hold: the questions and reference answers of `cfg.data`; None where that is null."""
+    return None if cfg.get("data") is None else MeasuredTexts(file_questions(cfg.data, cfg.task))
+
+
+def count_left_out(cfg: DictConfig) -> int | None:
+    """Counts, and says, how many conversations of a file are left out.
+
+    None where `cfg.data` is null, and of a data set on the hub and a pair's own text, which are not read to their end.
+    """
+    measured = measured_texts(cfg)
+    if measured is None or cfg.conversations is None or not is_file(cfg.conversations):
+        return None
+    left_out = sum(map(measured.in_messages, read(cfg.conversations)))
+    print(f"{left_out} conversations hold a text of {cfg.data.name}: they are left out")
+    return left_out
+
+
+def check_conversations(cfg: DictConfig) -> None:
+    """Checks the source of conversations, and looks for the questions that they must not hold.
+
+    Where these are not here and cannot be fetched, a line says so and `cfg.data` becomes null: nothing is left out.
+
+    Raises:
+        UserError: there is no such source, or the questions are not what `cfg.data` says.
+    """
+    check_source(cfg.conversations, cfg.pair)
+    if cfg.get("data") is None:
+        return
+    try:
+        find_questions_file(cfg.data)
+    except MissingQuestionsError as error:
+        warn(f"conversations with a question of {cfg.data.name} are not left out: {error}")
+        cfg.data = None
+
+
+def check_source(source: str | None, pair_cfg: DictConfig) -> None:
+    """Raises UserError where there is no such file, or where a pair brings no text of its own (None)."""
+    if source is not None:
+        is_file(source)
+    elif pair_cfg.get("training") is None:
+        raise UserError(
+            f"pair '{pair_cfg.name}' brings no training text: give conversations=FILE (JSON lines)"
+        )
+
+
+def own_text(pair_cfg: DictConfig, seed: int, held_out: bool = False) -> Iterator[Messages]:
+    """A pair's own conversations (`pair.training`), without end. Raises UserError where it brings none."""
+    check_source(None, pair_cfg)
+    return hydra.utils.instantiate(pair_cfg.training, seed=2 * seed + held_out)
+
+
+def is_file(source: str) -> bool:
+    """Whether conversations are a file, not a data set on the hub. Raises UserError for a file that is not there."""
+    if Path(source).is_file():
+        return True
+    if Path(source).suffix in (".json", ".jsonl") or source.count("/") > 1:
+        raise UserError(f"no conversations file '{source}'")
+    return False
 
 
 def read(source: str, split: str = "train") -> Iterator[Messages]:
     """One pass over a file or data set, row by row."""
-    if Path(source).is_file():
+    if is_file(source):
         with open(source, encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
                 if not line.strip():
@@ -91,8 +149,6 @@ def read(source: str, split: str = "train") -> Iterator[Messages]:
                 except (ValueError, KeyError, TypeError) as error:
                     raise UserError(f"{source}, line {number}: not a conversation ({error!r})") from error
         return
-    if Path(source).suffix in (".json", ".jsonl") or source.count("/") > 1:
-        raise UserError(f"no conversations file '{source}'")
     from datasets import load_dataset  # late: it takes a second
 
     try:
@@ -117,7 +173,11 @@ def parse(row: dict) -> Messages:
         messages = [(m["role"], m["content"], m.get("complete", True)) for m in row["messages"]]
     else:
         messages = [(ROLES.get(m["from"], m["from"]), m["value"], True) for m in row["conversations"]]
-    parsed: Messages = [{"role": role, "content": text} for role, text, _ in messages[:1] if role == "system"]
+    parsed: Messages = [
+        {"role": role, "content": text}
+        for role, text, _ in messages[:1]
+        if role == "system" and isinstance(text, str)
+    ]
     turns = iter(messages[len(parsed) :])
     for role, text, complete in dropwhile(lambda message: message[0] != "user", turns):
         before = parsed[-1]["role"] if parsed else "system"
@@ -139,6 +199,14 @@ def shuffled(rows: Iterable, rng: random.Random) -> Iterator:
     yield from waiting
 
 
+def check_prompt_weight(prompt_weight: float) -> None:
+    """Raises UserError for a weight of 1 or more: what the assistant says is known by its weight."""
+    if prompt_weight >= 1:
+        raise UserError(
+            f"prompt_weight must be less than 1, the weight of what the assistant says, not {prompt_weight}"
+        )
+
+
 def tokenizer_of(pair: Pair, prompt_weight: float = 0.0) -> Callable[[Messages], list[Tokens]]:
     """Makes a function that turns messages into rows of ids, as the pair prompts them, each with its weight.
 
@@ -149,12 +217,9 @@ def tokenizer_of(pair: Pair, prompt_weight: float = 0.0) -> Callable[[Messages],
     then a row begins with each turn that does not continue the last one, and counts the answers from there on.
 
     Raises:
-        UserError: `prompt_weight` is 1 or more: what the assistant says is known by its weight.
+        UserError: as `check_prompt_weight`.
     """
-    if prompt_weight >= 1:
-        raise UserError(
-            f"prompt_weight must be less than 1, the weight of what the assistant says, not {prompt_weight}"
-        )
+    check_prompt_weight(prompt_weight)
     eos = pair.tokenizer.eos_token_id
     stop = [eos] if eos in pair.stop_ids else sorted(pair.stop_ids)[:1]
 

@@ -25,6 +25,10 @@ SUFFIXES = (".jsonl", PARQUET)
 EVERY = "all"  # the task that asks for all that the file has
 
 
+class MissingQuestionsError(UserError):
+    """The questions are not on this machine, and cannot be fetched."""
+
+
 def load_questions(data: Mapping, task: Mapping) -> list[Question]:
     """The questions of a run in the order of the file: those of the task, at most `data.limit` per task.
 
@@ -83,6 +87,11 @@ def find_questions_file(data: Mapping) -> Path:
             _download(data, path, variable)
     _check_sha256(path, file_sha256(path), data["sha256"])
     return path
+
+
+def questions_sha256(data: Mapping) -> str:
+    """Hex digest of the file of `data`, which tells benchmarks apart. Raises UserError."""
+    return file_sha256(find_questions_file(data))
 
 
 def _tasks(questions: list[Question], data: Mapping, task: Mapping) -> list[str]:
@@ -154,4 +163,6 @@ def _download(data: Mapping, path: Path, variable: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, content)
     except (OSError, http.client.HTTPException, ValueError) as error:
-        raise UserError(f"cannot download {data['url']} ({error}): fetch it by hand, then {ways}") from error
+        raise MissingQuestionsError(
+            f"cannot download {data['url']} ({error}): fetch it by hand, then {ways}"
+        ) from error

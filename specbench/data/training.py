@@ -5,19 +5,22 @@ Several GPUs: `accelerate launch -m methods.<method>.train ...`; each process th
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
+import os
 import shutil
 from contextlib import nullcontext
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tqdm import tqdm
 
+from specbench.data.conversations import count_left_out
+from specbench.data.questions import questions_sha256
 from specbench.system.errors import UserError
+from specbench.system.files import file_sha256, lock_folder, make_folder, read_json, write_atomic, write_json
 from specbench.system.paths import packaged
 from specbench.system.settings import plain
 from specbench.system.threads import Threads, use_threads
@@ -32,12 +35,9 @@ Batch = dict[str, torch.Tensor]
 
 LOG, CONDITIONS, RECORD = "train_log.jsonl", "conditions.json", "training.json"
 DATASTORE = "datastore.json"  # the record of a part that is no weights, but a text to look things up in
-FREE = (
-    "out",
-    "save_every",
-    "save_dtype",
-    "states",
-)  # settings that a training may go on with when they have changed
+STATES = "states.json"  # the record of a target's states that were stored
+# Settings that a training may go on with when they have changed; the text counts, not where it lies.
+FREE = ("out", "save_every", "save_dtype", "conversations", "states", "data", "task")
 PLAIN = ("NO", "MULTI_GPU", "MULTI_CPU")  # accelerate's names
 WARMUP = 20  # the learning rate rises in one of so many steps
 
@@ -68,8 +68,8 @@ def train(
     """Trains `module` in place, as conf/train.yaml says.
 
     A step divides the loss by the weight of all batches in it, of every process, so that each token counts the same. A
-    training that was stopped goes on from its last state with the batch that follows. What it saw and what came out is
-    written beside the result (`RECORD`).
+    training that was stopped goes on from its last state with the batch that follows; one that is finished is not made
+    again. What it saw and what came out is written beside the result (`RECORD`), last.
 
     Args:
         module: batch -> the sum of the weighted losses.
@@ -86,21 +86,55 @@ def train(
         The folder of what was trained.
 
     Raises:
-        UserError: the kind of parallelism is not supported, or the state is that of another training.
+        UserError: the kind of parallelism is not supported, or the folder holds another training, or another process
+            trains in it.
         FloatingPointError: the loss is no longer finite.
     """
+    out = Path(cfg.out)
+    if already_there(cfg):
+        return out
     from accelerate import Accelerator  # late: it takes seconds to import
 
-    parameters = [p for p in module.parameters() if p.requires_grad]
-    accelerator = Accelerator(mixed_precision=cfg.precision, cpu=parameters[0].device.type == "cpu")
+    first_parameter = next(p for p in module.parameters() if p.requires_grad)
+    accelerator = Accelerator(mixed_precision=cfg.precision, cpu=first_parameter.device.type == "cpu")
     _check_kind(accelerator)
+    main, world = accelerator.is_main_process, accelerator.num_processes
+    checkpoints = make_folder(out / "checkpoints")
+    with lock_folder(checkpoints, "trained") if main else nullcontext():
+        began_with = conditions(cfg)  # now: a file may change while it is trained on
+        left_out = _left_out(cfg) if main else None
+        figures = _steps(accelerator, module, batches, evaluate, cfg, began_with, optimizers, rate)
+        if main:
+            save(out, figures)
+            write_json(out / CONDITIONS, began_with)
+            record = _record(cfg, began_with, left_out, world, figures, begins, stages_of(earlier))
+            write_atomic(out / RECORD, json.dumps(record, indent=2) + "\n")
+            shutil.rmtree(checkpoints, ignore_errors=True)  # of no use once the part itself is there
+            print(", ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in figures.items()))
+            print(out)
+        accelerator.wait_for_everyone()
+    return out
+
+
+def _steps(
+    accelerator: Accelerator,
+    module: torch.nn.Module,
+    batches: Iterator[Batch],
+    evaluate: Callable[[], dict[str, float]],
+    cfg: DictConfig,
+    began_with: dict[str, Any],
+    optimizers: Callable[[torch.nn.Module, DictConfig], Sequence[torch.optim.Optimizer]],
+    rate: Callable[[int, int], float],
+) -> dict[str, float]:
+    """All steps that are left; returns the last figures."""
     out = Path(cfg.out)
     checkpoints = out / "checkpoints"
+    parameters = [p for p in module.parameters() if p.requires_grad]
     made = optimizers(module, cfg)
     schedules = [torch.optim.lr_scheduler.LambdaLR(one, lambda step: rate(step, cfg.steps)) for one in made]
     wrapped, *prepared = accelerator.prepare(module, *made)
     accelerator.register_for_checkpointing(*schedules)
-    done = _resume(accelerator, checkpoints, cfg)
+    done = _resume(accelerator, checkpoints, began_with)
     world, rank = accelerator.num_processes, accelerator.process_index
     mine: Iterator[Batch] = islice(batches, done * cfg.accumulate * world + rank, None, world)
     main = accelerator.is_main_process
@@ -109,6 +143,7 @@ def train(
         mine = chain([first], mine)
         chosen = _use_threads(cfg.threads, accelerator, wrapped, first)
         if main:
+            (out / LOG).unlink(missing_ok=True)  # of a training that was given up
             print(f"{chosen.threads} threads of torch, by {chosen.chosen_by}")
     bar = tqdm(total=cfg.steps, initial=done, desc=out.name, unit="step", disable=not main)
     figures: dict[str, float] = {}
@@ -135,17 +170,9 @@ def train(
         if main:
             _log(out / LOG, {"step": step, "threads": torch.get_num_threads(), **figures})
         if step < cfg.steps:
-            _save_state(accelerator, checkpoints, cfg, step)
+            _save_state(accelerator, checkpoints, began_with, step)
     bar.close()
-    if main:
-        save(out, figures)
-        record = _record(cfg, world, figures, begins, stages_of(earlier))
-        (out / RECORD).write_text(json.dumps(record, indent=2) + "\n")
-        shutil.rmtree(checkpoints, ignore_errors=True)  # of no use once the part itself is there
-        print(", ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in figures.items()))
-        print(out)
-    accelerator.wait_for_everyone()
-    return out
+    return figures
 
 
 def _check_kind(accelerator: Accelerator) -> None:
@@ -156,25 +183,34 @@ def _check_kind(accelerator: Accelerator) -> None:
         )
 
 
-def _save_state(accelerator: Accelerator, checkpoints: Path, cfg: DictConfig, step: int) -> None:
+def _save_state(accelerator: Accelerator, checkpoints: Path, began_with: dict[str, Any], step: int) -> None:
     """Writes a state to go on from, in the place of the one before."""
     accelerator.save_state(str(checkpoints / "state.new"))
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        conditions = _conditions(accelerator, cfg) | {"torch_threads": torch.get_num_threads()}
-        (checkpoints / "state.new" / CONDITIONS).write_text(json.dumps(conditions))
+        with_threads = began_with | {"torch_threads": torch.get_num_threads()}
+        (checkpoints / "state.new" / CONDITIONS).write_text(json.dumps(with_threads))
         _replace(checkpoints, step)
     accelerator.wait_for_everyone()
 
 
 def _record(
-    cfg: DictConfig, processes: int, figures: dict[str, float], begins: str, earlier: list[dict]
+    cfg: DictConfig,
+    began_with: dict[str, Any],
+    left_out: int | None,
+    processes: int,
+    figures: dict[str, float],
+    begins: str,
+    earlier: list[dict],
 ) -> dict:
     """What a training saw and what came out: two that are to be compared must have seen the same, over all stages."""
     tokens = cfg.steps * cfg.accumulate * processes * cfg.batch_size * cfg.length
     return {
         "begins": begins,
-        "data": data_of(cfg),
+        "data": began_with["conversations"],
+        "questions": began_with["questions"],
+        "left_out": left_out,
+        "states": began_with["states"],
         "steps": cfg.steps,
         "tokens": tokens,
         "tokens_in_all": tokens + sum(stage["tokens"] for stage in earlier),
@@ -201,7 +237,23 @@ def data_of(cfg: DictConfig) -> str:
     if cfg.conversations is None:
         return cfg.pair.training["_target_"]
     path = Path(cfg.conversations)
-    return f"sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}" if path.is_file() else cfg.conversations
+    return f"sha256:{file_sha256(path)}" if path.is_file() else cfg.conversations
+
+
+def questions_of(cfg: DictConfig) -> str | None:
+    """sha256 of the questions that conversations must not hold; None: there are none to look for."""
+    return None if cfg.get("data") is None else questions_sha256(cfg.data)
+
+
+def _stored_states(cfg: DictConfig) -> dict[str, Any] | None:
+    """The record of the states that a training reads; None where it computes them."""
+    return None if cfg.get("states") is None else read_json(Path(cfg.states) / STATES)
+
+
+def _left_out(cfg: DictConfig) -> int | None:
+    """How many conversations were left out of what a training reads; None where that was not counted."""
+    record = _stored_states(cfg)
+    return count_left_out(cfg) if record is None else record.get("left_out")
 
 
 def _accumulated(
@@ -255,13 +307,64 @@ def _replace(checkpoints: Path, step: int) -> None:
             old.rmdir()
 
 
-def _conditions(accelerator: Accelerator, cfg: DictConfig) -> dict:
-    """What must be the same for a training to go on where it stopped."""
+def conditions(cfg: DictConfig) -> dict[str, Any]:
+    """What must be the same for a training to go on where it stopped: its settings, and the text that it reads."""
     settings = {key: value for key, value in plain(cfg).items() if key not in FREE}
-    return settings | {"processes": accelerator.num_processes}
+    states = _stored_states(cfg)
+    text = {
+        "conversations": data_of(cfg),
+        "questions": questions_of(cfg) if states is None else states.get("questions"),
+        # Its rows come in another order, and the target's distributions are cut to so many tokens.
+        "states": None if states is None else {key: states.get(key) for key in ("precision", "rows", "top")},
+    }
+    return settings | text | {"processes": int(os.environ.get("WORLD_SIZE", 1))}
 
 
-def _resume(accelerator: Accelerator, checkpoints: Path, cfg: DictConfig) -> int:
+def already_there(cfg: DictConfig) -> bool:
+    """Whether the folder of a training holds its result, which is then printed.
+
+    Raises:
+        UserError: it holds another training, finished or stopped.
+    """
+    out = Path(cfg.out)
+    if (out / RECORD).exists():
+        if not (out / CONDITIONS).exists():
+            raise UserError(
+                f"{out} holds a finished training without {CONDITIONS}, which tells its settings: "
+                "remove it to start anew, or name another folder with out="
+            )
+        _check_same(out, out / CONDITIONS, conditions(cfg))
+        print(f"already there: {out}")
+        return True
+    state = _newest_state(out / "checkpoints")
+    if state is not None:
+        _check_same(state.parent, state / CONDITIONS, conditions(cfg))
+    return False
+
+
+def _check_same(folder: Path, file: Path, now: dict[str, Any]) -> dict[str, Any]:
+    """The conditions in a file. Raises UserError where they are not those of a training."""
+    then = read_json(file)
+    for key in sorted((then.keys() | now.keys()) - {"torch_threads"}):
+        if then.get(key) != now.get(key):
+            raise UserError(
+                f"{folder} holds a training with {key}={then.get(key)}, not {now.get(key)}: "
+                "give its settings to go on, remove it to start anew, or name another folder with out="
+            )
+    return then
+
+
+def _newest_state(checkpoints: Path) -> Path | None:
+    """The newest whole state of a stopped training; None where there is none."""
+    return max(checkpoints.glob("state-*"), key=_steps_of, default=None)
+
+
+def _steps_of(state: Path) -> int:
+    """The steps that a state has seen."""
+    return int(state.name.removeprefix("state-"))
+
+
+def _resume(accelerator: Accelerator, checkpoints: Path, now: dict[str, Any]) -> int:
     """Loads the newest whole state, if there is one, with its number of threads, which changes the rounding of sums.
 
     Returns:
@@ -270,17 +373,10 @@ def _resume(accelerator: Accelerator, checkpoints: Path, cfg: DictConfig) -> int
     Raises:
         UserError: that training was another one.
     """
-    steps = [int(folder.name.removeprefix("state-")) for folder in checkpoints.glob("state-*")]
-    if not steps:
+    state = _newest_state(checkpoints)
+    if state is None:
         return 0
-    state = checkpoints / f"state-{max(steps)}"
-    then, now = json.loads((state / CONDITIONS).read_text()), _conditions(accelerator, cfg)
-    for key in sorted((then.keys() | now.keys()) - {"torch_threads"}):
-        if then.get(key) != now.get(key):
-            raise UserError(
-                f"{checkpoints} holds a training with {key}={then.get(key)}, not {now.get(key)}: "
-                "give its settings to go on, remove it to start anew, or name another folder with out="
-            )
+    then = _check_same(checkpoints, state / CONDITIONS, now)
     accelerator.load_state(str(state))
     torch.set_num_threads(then["torch_threads"])
-    return max(steps)
+    return _steps_of(state)

@@ -82,8 +82,8 @@ def accept_at_once(
 
     def accept_tensors(logits: torch.Tensor, tokens: torch.Tensor, *rest: torch.Tensor) -> list[torch.Tensor]:
         by_name = dict(zip(inputs, rest))
-        tree = Tree.of_tensors(rest[len(inputs) :], max_children) if shape else None
-        rebuilt = Draft(tokens, by_name.get("probs"), tree, by_name.get("candidates"))
+        tree = Tree(*rest[len(inputs) :], max_children=max_children) if shape else None
+        rebuilt = Draft(tokens, by_name.get("probs"), tree=tree, candidates=by_name.get("candidates"))
         accepted = accept(logits, rebuilt, decoding, by_name.get("uniforms"), by_name.get("limits"))
         path = [] if accepted.path is None else [accepted.path]
         return [accepted.count, accepted.tokens, *path]

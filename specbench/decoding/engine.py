@@ -221,7 +221,6 @@ class Engine:
             running,
             [len(one.tokens) for one in running],
             limits,
-            max(limits),
             self.verify_tokens - 1,
             self._tokens,
             running[0].request.decoding,
@@ -239,12 +238,6 @@ class Engine:
             self._move(inside + outside, outside + inside, max(one.length for one in held))
             for i, j in zip(inside, outside):
                 held[i], held[j] = held[j], held[i]
-        for one in held[:b]:
-            one.skipped_rounds = 0
-        if b < len(held):
-            youngest = max(one.request_index for one in held[:b])
-            for one in held[b:]:
-                one.skipped_rounds += one.request_index < youngest
         return b
 
     def _commit_round(
@@ -292,7 +285,8 @@ class Engine:
         longest = k if draft.tree is None else min(k, self.drafter.max_draft_tokens)
         if min(batch.limits) < longest:
             limits = on_device(batch.limits, logits.device)
-        runner, cache, uniforms = self.target.runner, self._layout.cache, self._draws(batch, 1 + k)
+        runner, cache = self.target.runner, self._layout.cache
+        uniforms = None if batch.uniforms is None else batch.window(batch.uniforms, 0, 1 + k)
         return accept_at_once(runner, cache, logits, draft, batch.decoding, uniforms, limits)
 
     def _on_host(self, draft: Draft, logits: torch.Tensor, accepted: Accepted) -> list[list[int]]:
@@ -309,7 +303,7 @@ class Engine:
         if draft.candidates is not None:
             parts.append(draft.candidates.unsqueeze(1))
         if draft.report is not None:
-            parts.append(draft.report(logits) if callable(draft.report) else draft.report)
+            parts.append(draft.report(logits))
         if len(parts) == 2 and new.shape[1] == 1:  # nothing was drafted
             return [[0, *tokens] for tokens in new.tolist()]
         return torch.cat(parts, dim=1).tolist()
@@ -391,7 +385,7 @@ class Engine:
             capacity = rounded_up(capacity, step)
             cache = self.target.new_cache(capacity, slots)
             self._slots = Slots(slots, capacity, self.target.device)
-            self._tokens = self._slots.by_position(dtype=torch.int64)
+            self._tokens = self._slots.tensor(capacity)
             self.drafter.open(self._slots, self.target)
             self._cache = cache  # last: only now does everything have this size
         self._layout = self.scheduler.layout(self._cache)
@@ -399,15 +393,6 @@ class Engine:
         if not requests[0].decoding.greedy:
             shape = (*self._tokens.shape, 1 + 2 * self.drafter.siblings)
             self._uniforms = torch.zeros(shape, dtype=torch.float64, device=self.target.device)
-
-    def _draws(self, batch: Batch, n: int) -> torch.Tensor | None:
-        """[b, n, 1 + 2 * siblings] numbers of the n positions after the known tokens."""
-        if self._uniforms is None:
-            return None
-        if batch.size == 1:
-            return self._uniforms[:1, batch.lengths[0] : batch.lengths[0] + n]
-        at = span(batch.seq_lens, n)
-        return self._uniforms[torch.arange(batch.size, device=at.device).unsqueeze(1), at]
 
     def _check(self, requests: list[Request]) -> None:
         if len({replace(request.decoding, max_new_tokens=1) for request in requests}) > 1:
@@ -419,7 +404,15 @@ class Engine:
         if requests[0].decoding.verification == TYPICAL and not requests[0].decoding.greedy:
             raise UserError("decoding.verification=typical is for greedy decoding: set it to token")
         for request in requests:
-            check_request(request, self.context_length)
+            length, new_tokens = len(request.prompt), request.decoding.max_new_tokens
+            if not length:
+                raise UserError("the prompt is empty")
+            require_at_least(1, max_new_tokens=new_tokens)
+            if length + new_tokens > self.context_length:
+                raise UserError(
+                    f"a prompt of {length} tokens and {new_tokens} new ones do not fit the context of "
+                    f"{self.context_length}"
+                )
 
     # -- the trace
 
@@ -461,16 +454,3 @@ def exhaust(rounds: Rounds) -> list[Generation]:
             next(rounds)
         except StopIteration as end:
             return end.value
-
-
-def check_request(request: Request, context_length: int) -> None:
-    """Raises UserError unless there is a prompt, something to decode, and a context that holds both."""
-    prompt, decoding = request.prompt, request.decoding
-    if not prompt:
-        raise UserError("the prompt is empty")
-    require_at_least(1, max_new_tokens=decoding.max_new_tokens)
-    if len(prompt) + decoding.max_new_tokens > context_length:
-        raise UserError(
-            f"a prompt of {len(prompt)} tokens and {decoding.max_new_tokens} new ones do not fit the context of "
-            f"{context_length}"
-        )

@@ -1,7 +1,7 @@
-"""Layouts of the sequences of a batch in memory: each with an end of its own, or all with the same end.
+"""How the sequences of a batch lie in memory: each with an end of its own. A scheduler may bring another layout.
 
-Both make the `ForwardContext` of a pass: where its tokens are written and what they attend to. A token's position is
-its index in its own sequence, whatever lies around it; that alone makes a batch exact.
+A layout makes the `ForwardContext` of a pass: where its tokens are written and what they attend to. A token's position
+is its index in its own sequence, whatever lies around it; that alone makes a batch exact.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from specbench.decoding.device import move_slots, on_device, span
+from specbench.decoding.device import on_device, span
 from specbench.decoding.kv_cache import EMPTY, ForwardContext, KVCache
 
 if TYPE_CHECKING:
@@ -32,6 +32,9 @@ class RaggedLayout:
     """Position p of a sequence is entry p of its slot, so that nothing is ever moved for alignment.
 
     Only an accepted tree path moves, to the end of its sequence.
+
+    Attributes:
+        aligns: whether `begin_round` may move entries, so that its time is one of its own in the trace.
     """
 
     aligns = False
@@ -155,105 +158,3 @@ class RaggedLayout:
     def _write_index(self, entries: torch.Tensor) -> torch.Tensor:
         slots = torch.arange(entries.shape[0], device=entries.device).unsqueeze(1)
         return (slots * self.cache.capacity + entries).flatten()
-
-
-class AlignedLayout(RaggedLayout):
-    """All sequences of a round write to the same entries, the first that are free in every one of them.
-
-    Where a sequence keeps fewer tokens than another, holes remain (entries at `EMPTY`), and in front of a shorter
-    sequence. Realigning moves the content of each slot together and up to the common end (the paper's
-    unpad-append-repad).
-
-    Args:
-        cache: where the sequences are.
-        slack: realign when the sequences take this share more entries than the longest of them needs. None: after every
-            round in which they did not keep equally many tokens.
-    """
-
-    aligns = True
-
-    def __init__(self, cache: KVCache, slack: float | None = None):
-        super().__init__(cache)
-        self.slack = slack
-        shape = (cache.slots, cache.capacity)
-        self._held = torch.full(shape, EMPTY, device=cache.device)  # the position that each entry holds
-        self._ends = [0] * cache.slots  # after the last entry that each sequence has in use
-        self._end = 0  # the common end of this round
-        self._width = 0  # entries that this round has filled
-
-    def prefill_view(self, slot: int, length: int) -> KVCache:
-        """The cache to prefill a sequence of `length` tokens into, from entry 0 on."""
-        self._held[slot] = EMPTY
-        self._held[slot, :length] = self._entries[0, :length]
-        self._ends[slot] = length
-        return super().prefill_view(slot, length)
-
-    def begin_round(self, lengths: list[int], n: int) -> None:
-        """Begins a round, and realigns first where there are more holes than `slack` allows."""
-        b = len(lengths)
-        longest = max(lengths) - 1  # the pending token has no entry yet
-        self._end, self._width = max(self._ends[:b]), 0
-        if self.slack is None:
-            realign = len({*self._ends[:b]}) > 1 or self._end > longest
-        else:
-            realign = self._end - longest > self.slack * longest
-        if realign or self._end + n > self.cache.capacity:
-            self._realign(b, longest)
-
-    def place(self, batch: Lengths, n: int, offset: int = 0, tree: Tree | None = None) -> ForwardContext:
-        """The pass of `n` tokens of each sequence, in entries after the common end; arguments as in `RaggedLayout`."""
-        b, entry = len(batch.lengths), self._end + offset
-        self._width = max(self._width, offset + n)
-        kv_len = entry + n
-        if tree is None and min(batch.lengths) - 1 == self._end:  # no holes
-            self._held[:b, entry:kv_len] = self._entries[:, entry:kv_len]
-            return ForwardContext.consecutive(entry, n)
-        if tree is None:
-            positions, visible = span(batch.seq_lens - 1 + offset, n), None
-        else:
-            there = offset + n
-            positions = batch.seq_lens.unsqueeze(1) - 1 + tree.offsets()[:, offset:there]
-            visible = tree.visible[:, offset:there, :there]
-        self._held[:b, entry:kv_len] = positions
-        return ForwardContext(kv_len, entry, None, positions, self._held[:b, :kv_len], visible)
-
-    def _held_by(self, batch: Lengths, i: int) -> torch.Tensor:
-        return self._held[i, : self._end]
-
-    def commit(
-        self, batch: Lengths, count: torch.Tensor, counts: list[int], path: torch.Tensor | None
-    ) -> None:
-        """Ends a round: the entries of the tokens that were not kept become holes. Nothing moves."""
-        b, end, width = len(counts), self._end, self._width
-        steps = self._entries[:, :width]  # 0 is the pending token
-        if path is None:
-            gone = steps > count.unsqueeze(1)
-            self._ends[:b] = [end + 1 + accepted for accepted in counts]
-        else:
-            # Node i is entry 1 + i; after the path there are indices that are no nodes, or not kept.
-            on_path = torch.arange(path.shape[1], device=path.device) < count.unsqueeze(1)
-            gone = (steps > 0).repeat(b, 1)
-            gone.scatter_(1, (path + 1) * on_path, False)
-            self._ends[:b] = [end + width] * b  # not looked at on the host: the last node may lie anywhere
-        self._held[:b, end : end + width].masked_fill_(gone, EMPTY)
-
-    def move(self, sources: list[int], destinations: list[int], kv_len: int) -> None:
-        """Copies whole slots with what is known of their entries, all at once."""
-        ends = [self._ends[source] for source in sources]
-        super().move(sources, destinations, max(ends))
-        move_slots(self._held, sources, destinations)
-        for destination, end in zip(destinations, ends):
-            self._ends[destination] = end
-
-    def _realign(self, b: int, longest: int) -> None:
-        """Moves the content of the first `b` slots together, so that each ends at entry `longest`."""
-        held = self._held[:b, : self._end]
-        # Content in the order of its positions, holes in front of it; of the holes only as many as are needed.
-        keys = held.masked_fill(held == EMPTY, -1)
-        order = keys.argsort(dim=1, stable=True)[:, self._end - longest :]
-        aligned = held.gather(1, order)
-        self.cache.gather(order)
-        held.fill_(EMPTY)
-        self._held[:b, :longest] = aligned
-        self._ends[:b] = [longest] * b
-        self._end = longest

@@ -37,14 +37,6 @@ class Slots:
         self._moves.append(lambda sources, destinations, _: move_slots(made, sources, destinations))
         return made
 
-    def by_position(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor [count, capacity, *shape] with an entry for each token of a sequence."""
-        made = torch.zeros(self.count, self.capacity, *shape, dtype=dtype, device=self.device)
-        self._moves.append(
-            lambda sources, destinations, kv_len: move_slots(made[:, :kv_len], sources, destinations)
-        )
-        return made
-
     def array(self, *shape: int, dtype: Any = np.int64) -> np.ndarray:
         """An array [count, *shape] on the host."""
         made = np.zeros((self.count, *shape), dtype=dtype)

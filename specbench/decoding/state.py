@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,7 +47,6 @@ class SequenceState:
         request: what to decode.
         stop_ids: token ids that end it.
         tokens: the prompt and all new tokens; the last one is pending: no layer of the target has processed it.
-        skipped_rounds: rounds in a row in which a younger sequence ran and this one did not.
         rounds: (round, slot, drafted, depth, accepted, emitted) for each round that it took part in.
         prefill: marks in time around its prefill.
         ended: whether the drafter knows that it is complete.
@@ -57,7 +56,6 @@ class SequenceState:
     request: Request
     stop_ids: frozenset[int]
     tokens: list[int] = field(default_factory=list)
-    skipped_rounds: int = 0
     rounds: list[tuple[int, int, int, int, int, int]] = field(default_factory=list)
     prefill: tuple[Timestamp, ...] = ()
     ended: bool = False
@@ -114,8 +112,8 @@ class Draft:
             (`Verified.logits`), or are padding. None: all.
         resume: None unless the drafter has already run the target's first layers.
         bytes_read: bytes of weights read to make this draft; NaN where that cannot be known.
-        report: [b, m] whole numbers that the drafter wants on the host, or a function that makes them of the
-            verification's logits [b, 1 + k, vocab]; they come back as `Verified.report`, in the one copy of the round.
+        report: makes of the verification's logits [b, 1 + k, vocab] the whole numbers [b, m] that the drafter wants on
+            the host; they come back as `Verified.report`, in the one copy of the round.
         stats: the drafter's own numbers for this round, which the trace keeps as they are; it may add some until
             `Drafter.commit` returns. Values: whole numbers, floats, texts, None, lists with an entry for each sequence,
             tensors [b] or [b, n], pairs of marks of the engine's clock (kept as seconds).
@@ -123,11 +121,12 @@ class Draft:
 
     tokens: torch.Tensor
     probs: torch.Tensor | None = None
+    _: KW_ONLY
     tree: Tree | None = None
     candidates: torch.Tensor | None = None
     resume: Resume | None = None
     bytes_read: float = 0
-    report: torch.Tensor | Callable[[torch.Tensor], torch.Tensor] | None = None
+    report: Callable[[torch.Tensor], torch.Tensor] | None = None
     stats: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -188,7 +187,7 @@ class Verified:
         counts: `count` on the host.
         tokens: the new tokens of each sequence on the host, cut after a stop token.
         draft: what was verified. Within a drafter that wraps another one it may be of the outer one.
-        report: `Draft.report` on the host.
+        report: what `Draft.report` made, on the host.
     """
 
     logits: torch.Tensor
@@ -226,8 +225,7 @@ class Batch:
     Attributes:
         sequences: on the host.
         lengths: known tokens of each, the pending one included.
-        limits: the longest path of a draft that each can still use.
-        max_draft: the largest of them.
+        limits: the longest path of a draft that each can still use, at most the drafter's `max_draft_tokens`.
         max_nodes: the most nodes that a draft may have.
         tokens: [slots, capacity] int64 on the device.
         decoding: how tokens are chosen.
@@ -241,7 +239,6 @@ class Batch:
     sequences: list[SequenceState]
     lengths: list[int]
     limits: list[int]
-    max_draft: int
     max_nodes: int
     tokens: torch.Tensor
     decoding: SamplingParams
@@ -256,18 +253,39 @@ class Batch:
         return len(self.lengths)
 
     @property
+    def max_draft(self) -> int:
+        """The largest of `limits`."""
+        return max(self.limits)
+
+    @property
     def seq_lens(self) -> torch.Tensor:
         """[b] `lengths` on the device."""
         if self._seq_lens is None:
             self._seq_lens = on_device(self.lengths, self.tokens.device)
         return self._seq_lens
 
+    def window(self, buffer: torch.Tensor, offset: int, n: int) -> torch.Tensor:
+        """Some entries of each sequence in a buffer with an entry for each position.
+
+        Args:
+            buffer: [slots, capacity, ...].
+            offset: of the first of them after the known tokens; the pending token is the one at -1. In front of a
+                sequence its first entry is repeated.
+            n: entries.
+
+        Returns:
+            [b, n, ...]
+        """
+        if self.kv_bucket is None and len({*self.lengths}) == 1 and (start := self.lengths[0] + offset) >= 0:
+            return buffer[: self.size, start : start + n]
+        at = span(self.seq_lens + offset, n)
+        at = at.clamp(min=0) if offset < 0 else at
+        at = at.view(self.size, n, *[1] * (buffer.dim() - 2))
+        return buffer[: self.size].gather(1, at.expand(-1, -1, *buffer.shape[2:]))
+
     def last_tokens(self, n: int) -> torch.Tensor:
         """[b, n] the last n known tokens of each sequence, a shorter one padded with its first token in front."""
-        first, last = min(self.lengths), max(self.lengths)
-        if first == last >= n and self.kv_bucket is None:
-            return self.tokens[: self.size, first - n : first]
-        return self.tokens[: self.size].gather(1, span(self.seq_lens - n, n).clamp(min=0))
+        return self.window(self.tokens, -n, n)
 
     def draws(self, offset: int, siblings: int | None = None) -> torch.Tensor | None:
         """Numbers to draw the tokens with that stand `offset` positions after the pending ones; None when greedy.
@@ -281,14 +299,8 @@ class Batch:
         """
         if self.uniforms is None:
             return None
-        first = (
-            1 + self.uniforms.shape[-1] // 2
-        )  # after the target's own and those of each sibling's acceptance
-        if self.size == 1 and self.kv_bucket is None:
-            numbers = self.uniforms[:1, self.lengths[0] + offset]
-        else:
-            slots = torch.arange(self.size, device=self.uniforms.device)
-            numbers = self.uniforms[slots, self.seq_lens + offset]
+        numbers = self.window(self.uniforms, offset, 1)[:, 0]
+        first = 1 + numbers.shape[-1] // 2  # after the target's own and those of each sibling's acceptance
         return numbers[:, first] if siblings is None else numbers[:, first : first + siblings]
 
     def device_only(
@@ -307,7 +319,6 @@ class Batch:
             sequences=[],
             lengths=[UNKNOWN] * self.size,
             limits=[],
-            max_draft=UNKNOWN,
             max_nodes=UNKNOWN,
             tokens=tokens,
             layout=None,  # type: ignore[arg-type] # that of the target may know more on the host than lengths

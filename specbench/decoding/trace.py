@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 Timestamp = Any  # seconds on a CPU, a torch.cuda.Event on a GPU: a `Clock` makes only one kind
-Span = float | tuple[Timestamp, Timestamp]  # seconds, or the marks between which they passed
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +104,3 @@ class Clock:
     def seconds(self, start: Timestamp, end: Timestamp) -> float:
         """Seconds from mark `start` to mark `end`, also of another clock's; on a GPU only after `synchronize`."""
         return end - start if isinstance(start, float) else start.elapsed_time(end) / 1e3
-
-    def span(self, start: Timestamp, end: Timestamp) -> Span:
-        """Seconds from mark `start` to mark `end`; on a GPU the marks, for they cannot be read yet."""
-        return (start, end) if self._cuda else end - start

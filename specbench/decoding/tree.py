@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,6 +29,7 @@ class Tree:
     parents: torch.Tensor
     depths: torch.Tensor
     visible: torch.Tensor
+    _: KW_ONLY
     max_children: int | None = None
 
     @classmethod
@@ -37,7 +38,7 @@ class Tree:
         parents = parents if parents.dim() == 2 else parents.unsqueeze(0)
         seen = torch.nn.functional.pad(ancestors(parents), (1, 0, 1, 0))
         seen[..., 0].fill_(True)
-        return cls(parents, seen[:, 1:, 1:].sum(-1), seen, max_children)
+        return cls(parents, seen[:, 1:, 1:].sum(-1), seen, max_children=max_children)
 
     @classmethod
     def of_lists(cls, parents: Sequence[Sequence[int]], device: torch.device) -> Tree:
@@ -60,14 +61,8 @@ class Tree:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """What `of_tensors` makes it of again, with `max_children`."""
+        """What it is made of, but for `max_children`: `Tree(*tree.tensors)` is the same tree."""
         return self.parents, self.depths, self.visible
-
-    @classmethod
-    def of_tensors(cls, tensors: Sequence[torch.Tensor], max_children: int | None = None) -> Tree:
-        """The tree of these `tensors`."""
-        parents, depths, visible = tensors
-        return cls(parents, depths, visible, max_children)
 
     @property
     def on_path(self) -> torch.Tensor:

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
+from functools import wraps
+from inspect import isfunction
 from typing import TYPE_CHECKING, Any
 
 from specbench.decoding.drafter import Drafter
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    import torch
-
-    from specbench.decoding.model.staged_model import StagedModel
-    from specbench.decoding.slots import Slots
-    from specbench.decoding.state import Batch, Draft, Prefill, SequenceState, Verified
+    from collections.abc import Callable
 
 
 class WrappedDrafter(Drafter):
-    """Base of a drafter that wraps another one: what is asked of a `Drafter` is passed on to the inner drafter.
+    """Base of a drafter that wraps another one: every method of a `Drafter` is passed on to the inner drafter.
 
     All but `draft_limit`, which is that of its own `max_draft_tokens`.
 
@@ -39,55 +34,22 @@ class WrappedDrafter(Drafter):
         self.max_draft_tokens, self.max_nodes = inner.max_draft_tokens, inner.max_nodes
         self.exclusive, self.extra_cores = inner.exclusive, inner.extra_cores
 
-    def set_reference_answers(self, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> None:
-        """As the inner drafter."""
-        self.inner.set_reference_answers(prompts, answers)
-
-    def open(self, slots: Slots, target: StagedModel) -> None:
-        """As the inner drafter."""
-        self.inner.open(slots, target)
-
-    def begin(self, slot: int, sequence: SequenceState, prefill: Prefill) -> None:
-        """As the inner drafter."""
-        self.inner.begin(slot, sequence, prefill)
-
-    def draft(self, batch: Batch) -> Draft:
-        """As the inner drafter."""
-        return self.inner.draft(batch)
-
     @property
     def overlaps_verification(self) -> bool:
         """As the inner drafter."""
         return self.inner.overlaps_verification
 
-    def on_hidden(self, layer: int, hidden_states: torch.Tensor) -> None:
-        """As the inner drafter."""
-        self.inner.on_hidden(layer, hidden_states)
 
-    def commit(self, batch: Batch, verified: Verified) -> None:
-        """As the inner drafter."""
-        self.inner.commit(batch, verified)
+def _passed_on(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """The method that calls the inner drafter's method of that name."""
 
-    def end(self, slot: int) -> None:
-        """As the inner drafter."""
-        self.inner.end(slot)
+    @wraps(method)
+    def passed_on(self: WrappedDrafter, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.inner, name)(*args, **kwargs)
 
-    def forget(self) -> None:
-        """As the inner drafter."""
-        self.inner.forget()
+    return passed_on
 
-    def snapshot(self) -> Any:
-        """As the inner drafter."""
-        return self.inner.snapshot()
 
-    def restore(self, state: Any) -> None:
-        """As the inner drafter."""
-        self.inner.restore(state)
-
-    def export(self, folder: Path) -> None:
-        """As the inner drafter."""
-        self.inner.export(folder)
-
-    def close(self) -> None:
-        """As the inner drafter."""
-        self.inner.close()
+for _name, _method in vars(Drafter).items():
+    if isfunction(_method) and _name not in ("__init__", "draft_limit"):
+        setattr(WrappedDrafter, _name, _passed_on(_name, _method))

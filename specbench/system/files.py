@@ -92,17 +92,28 @@ def lock_folder(folder: Path, doing: str, wait: bool = False) -> Iterator[None]:
     Raises:
         UserError: another process holds it and is not waited for, or it cannot be written.
     """
-    with file_errors(writing=folder / ".lock"):
-        lock = open(folder / ".lock", "w")  # noqa: SIM115 - closed below
+    with _locked(folder / ".lock", folder, doing, wait):
+        yield
+
+
+@contextmanager
+def lock_file(file: Path, doing: str) -> Iterator[None]:
+    """Holds a file that is written piece by piece for this process alone, by a lock beside it; as `lock_folder`."""
+    with _locked(file.with_name(f".{file.name}.lock"), file, doing, wait=False):
+        yield
+
+
+@contextmanager
+def _locked(lock_path: Path, what: Path, doing: str, wait: bool) -> Iterator[None]:
+    with file_errors(writing=lock_path):
+        lock = open(lock_path, "w")  # noqa: SIM115 - closed below
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             if not wait:
-                raise UserError(f"{folder} is being {doing} by another process: let it end first") from error
-            print(
-                f"{folder} is being {doing} by another process: waiting for it", file=sys.stderr, flush=True
-            )
+                raise UserError(f"{what} is being {doing} by another process: let it end first") from error
+            print(f"{what} is being {doing} by another process: waiting for it", file=sys.stderr, flush=True)
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 

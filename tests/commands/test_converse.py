@@ -11,6 +11,7 @@ from specbench.data.conversations import read
 from specbench.data.synthesis import loop_start
 from specbench.models.pairs import load_pair
 from specbench.system.errors import UserError
+from specbench.system.files import lock_file
 from tests.support.conf import composed
 from tests.support.decoding import generate_with_transformers
 from tests.support.models import save_pair
@@ -154,6 +155,34 @@ def test_other_settings_need_another_file(workplace, written):
     with pytest.raises(UserError, match="begun with temperature=1.0, not 0.5: .*out=FILE"):
         converse(settings(workplace, written, "temperature=0.5"))
     assert written.read_text() == before
+
+
+def test_a_file_goes_on_beside_the_same_benchmark_alone(workplace, tmp_path):
+    benchmark, out = tmp_path / "question.jsonl", tmp_path / "talk.jsonl"
+    more = ("avoid_benchmark=true", f"data.path={benchmark}", "data.sha256=null", "tokens=100")
+
+    def asking(*turns):
+        rows = [{"question_id": i, "category": "qa", "turns": [turn]} for i, turn in enumerate(turns)]
+        benchmark.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    asking("Which river runs past the old town?")
+    written = converse(settings(workplace, out, *more)).read_text()
+    asking("Which river runs past the old town?", "And another one?")
+    with pytest.raises(UserError, match="begun with questions="):
+        converse(settings(workplace, out, *more, "tokens=600"))
+    with pytest.raises(UserError, match="begun with avoid_benchmark=True, not False"):
+        converse(settings(workplace, out, "tokens=600"))
+    assert out.read_text() == written
+
+
+def test_a_file_that_another_process_writes_is_left_alone(workplace, tmp_path):
+    out = tmp_path / "talk.jsonl"
+    with (
+        lock_file(out, "written"),
+        pytest.raises(UserError, match=r"talk\.jsonl is being written by another process"),
+    ):
+        converse(settings(workplace, out))
+    assert not out.exists()
 
 
 def test_words_of_the_benchmark_are_dropped(workplace, written, tmp_path):

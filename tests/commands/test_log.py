@@ -255,7 +255,8 @@ def test_a_group_comes_back_as_it_was(service, runs, tmp_path):
     done = command("compare", "g", env=user | {"PYTHONPATH": str(ROOT)}, cwd=tmp_path)
     assert done.returncode == 0
     assert says(done.stderr, "warning: ... still running ... group g")
-    assert done.stdout.splitlines()[-1] == "runs/wandb/g" and "\nsps " in done.stdout
+    assert done.stdout.splitlines()[-1] == "runs/wandb/g"
+    assert all(f"\nsps, seed={seed} " in done.stdout for seed in (0, 1))
     found = [tmp_path / "runs" / "wandb" / "g" / run_dir.name for run_dir in runs]
     for mine, theirs in zip(runs, found):
         assert digests(mine) == digests(theirs)

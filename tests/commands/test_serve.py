@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from specbench.commands import serve
-from specbench.decoding.draft_length import Goodput
 from specbench.engines.client import is_ready
 from specbench.engines.server import free_port
 from specbench.engines.standalone.completions import CompletionServer
+from specbench.measure.draft_length import Goodput
 from specbench.report.runs import read_run
 from tests.support.commands import cli, exit_code, wait_for
 

@@ -11,7 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from specbench.data.conversations import batched, conversations, packed_rows, parse, shuffled, tokenizer_of
+from specbench.data.conversations import (
+    batched,
+    check_conversations,
+    conversations,
+    count_left_out,
+    packed_rows,
+    parse,
+    shuffled,
+    tokenizer_of,
+)
 from specbench.models.pairs import load_pair
 from specbench.system.errors import UserError
 from tests.support.models import byte_tokenizer, save_pair
@@ -25,21 +34,30 @@ def write(path, texts) -> str:
     return str(path)
 
 
+def settings(source: str | None, pair=NOWHERE, **more):
+    """What reads conversations, with nothing to leave out."""
+    return OmegaConf.create({"conversations": source, "pair": pair, "seed": 0, "split": "train"} | more)
+
+
+def some(source: str | None, held_out: bool = False, **more):
+    return conversations(settings(source, **more), held_out)
+
+
 def test_held_out_conversations_are_never_trained_on(tmp_path):
     file = write(tmp_path / "a.jsonl", [str(i) for i in range(120)])
-    trained = [m[0]["content"] for m in islice(conversations(file, NOWHERE, 0), 117 * 2)]
-    held_out = [m[0]["content"] for m in islice(conversations(file, NOWHERE, 0, held_out=True), 3)]
+    trained = [m[0]["content"] for m in islice(some(file), 117 * 2)]
+    held_out = [m[0]["content"] for m in islice(some(file, held_out=True), 3)]
     assert sorted(held_out, key=int) == ["0", "50", "100"]
     assert not set(trained) & set(held_out)
     first, second = trained[:117], trained[117:]
     assert sorted(first) == sorted(second) and first != second  # every pass is whole, in another order
-    assert trained == [m[0]["content"] for m in islice(conversations(file, NOWHERE, 0), 234)]
-    assert trained != [m[0]["content"] for m in islice(conversations(file, NOWHERE, 1), 234)]
+    assert trained == [m[0]["content"] for m in islice(some(file), 234)]
+    assert trained != [m[0]["content"] for m in islice(some(file, seed=1), 234)]
 
 
 def test_the_embedded_pairs_own_text_differs_when_held_out():
     cfg = OmegaConf.create({"name": "tiny", "training": {"_target_": "specbench.tiny.data.conversations"}})
-    one, other = (list(islice(conversations(None, cfg, 0, held_out), 20)) for held_out in (False, True))
+    one, other = (list(islice(some(None, held_out, pair=cfg), 20)) for held_out in (False, True))
     assert one != other and all(m[0]["role"] == "user" and m[1]["role"] == "assistant" for m in one)
 
 
@@ -53,7 +71,7 @@ def test_conversations_are_masked_turn_by_turn(tmp_path):
     turns = [("human", "a?"), ("gpt", "bb"), ("human", "c?"), ("gpt", "dd")]
     row = {"conversations": [{"from": f, "value": v} for f, v in turns]}
     (tmp_path / "sharegpt.jsonl").write_text((json.dumps(row) + "\n") * 2)
-    messages = next(conversations(str(tmp_path / "sharegpt.jsonl"), NOWHERE, 0))
+    messages = next(some(str(tmp_path / "sharegpt.jsonl")))
     [(ids, weights)] = tokenizer_of(pair, prompt_weight=0.2)(messages)
     assert pair.tokenizer.decode(ids) == "<s><user>a?<assistant>bb</s><user>c?<assistant>dd</s>"
     said = [i for i, w in zip(ids, weights) if w == 1.0]
@@ -104,16 +122,16 @@ def test_a_message_without_text_ends_a_conversation():
 def test_a_line_that_is_no_conversation_is_named(tmp_path, row):
     (tmp_path / "bad.jsonl").write_text('{"messages": []}\n' + row + "\n")
     with pytest.raises(UserError, match=r"bad\.jsonl.*line 2"):
-        next(conversations(str(tmp_path / "bad.jsonl"), NOWHERE, 0))
+        next(some(str(tmp_path / "bad.jsonl")))
 
 
 def test_what_is_not_there_is_named(tmp_path):
     with pytest.raises(UserError, match=r"missing\.jsonl"):
-        next(conversations("missing.jsonl", NOWHERE, 0))
+        next(some("missing.jsonl"))
     with pytest.raises(UserError, match="nobody/nothing-of-the-kind"):
-        next(conversations("nobody/nothing-of-the-kind", NOWHERE, 0))
+        next(some("nobody/nothing-of-the-kind"))
     with pytest.raises(UserError, match="too few"):
-        next(conversations(write(tmp_path / "one.jsonl", ["only"]), NOWHERE, 0))
+        next(some(write(tmp_path / "one.jsonl", ["only"])))
 
 
 @given(st.lists(st.integers(1, 12), max_size=80))
@@ -138,3 +156,68 @@ def test_an_answer_that_was_cut_has_no_stop_token_to_learn(tmp_path):
     del row["messages"][1]["complete"]
     [(ids, weights)] = tokenizer_of(pair)(parse(row))
     assert ids[:-1] == cut and ids[-1] in pair.stop_ids and weights[:-1] == cut_weights
+
+
+# -- a benchmark's text
+
+ASKED = "Which old river runs slowly past the town of nine bridges?"
+
+
+def benchmark(folder, turn: str = ASKED, **more) -> dict:
+    """The groups `data` and `task` of a benchmark with one question."""
+    path = folder / "question.jsonl"
+    path.write_text(json.dumps({"question_id": 1, "category": "qa", "turns": [turn]}) + "\n")
+    data = {"name": "elsewhere", "schema": "spec_bench", "path": str(path), "url": None, "sha256": None}
+    return {"data": data | more, "task": {"name": "all", "tasks": {}}}
+
+
+def test_conversations_with_a_text_of_the_benchmark_are_left_out(tmp_path, capsys):
+    """Which of the others are held out, and their order in each epoch, depends on nothing else."""
+    texts = [str(i) for i in range(120)]
+    texts[7], texts[50] = f"Please: {ASKED}", ASKED
+    cfg = settings(write(tmp_path / "a.jsonl", texts), **benchmark(tmp_path))
+    trained = [m[0]["content"] for m in islice(conversations(cfg), 116 * 2)]
+    assert sorted(trained[:116]) == sorted(trained[116:]) == sorted({*texts} - {"0", ASKED, "100", texts[7]})
+    assert trained == [m[0]["content"] for m in islice(conversations(cfg), 116 * 2)]
+    assert {m[0]["content"] for m in islice(conversations(cfg, held_out=True), 4)} == {"0", "100"}
+    assert count_left_out(cfg) == 2 and "2 conversations hold a text of elsewhere" in capsys.readouterr().out
+    assert count_left_out(settings(cfg.conversations)) is None
+
+
+def test_a_pairs_own_text_is_looked_through_as_well(tmp_path):
+    tiny = OmegaConf.create({"name": "tiny", "training": {"_target_": "specbench.tiny.data.conversations"}})
+    first, second = islice(some(None, pair=tiny), 2)
+    cfg = settings(None, tiny, **benchmark(tmp_path, first[0]["content"]))
+    assert next(conversations(cfg)) == second and count_left_out(cfg) is None
+
+
+def test_a_file_of_benchmark_text_alone_says_what_is_lacking(tmp_path):
+    cfg = settings(write(tmp_path / "a.jsonl", [ASKED] * 5), **benchmark(tmp_path))
+    with pytest.raises(UserError, match="too few .*beside those with a text of elsewhere"):
+        next(conversations(cfg))
+
+
+def test_without_the_benchmark_a_line_says_so_and_nothing_is_left_out(tmp_path, capsys):
+    file = write(tmp_path / "a.jsonl", [ASKED] * 3)
+    gone = {"path": None, "url": "http://127.0.0.1:1/question.jsonl"}
+    cfg = settings(file, **benchmark(tmp_path, **gone))
+    check_conversations(cfg)
+    told = capsys.readouterr().err
+    assert told.startswith("warning: conversations with a question of elsewhere are not left out")
+    assert told.count("\n") == 1 and "data.path=FILE" in told
+    assert next(conversations(cfg))[0]["content"] == ASKED and count_left_out(cfg) is None
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [({"path": "/nowhere/question.jsonl"}, "no file /nowhere"), ({"sha256": "0" * 64}, "another version")],
+)
+def test_a_benchmark_that_is_not_what_was_named_is_refused(tmp_path, wrong, message):
+    cfg = settings(write(tmp_path / "a.jsonl", ["1", "2"]), **benchmark(tmp_path, **wrong))
+    with pytest.raises(UserError, match=message):
+        check_conversations(cfg)
+
+
+def test_an_introduction_without_text_is_dropped():
+    row = {"messages": [{"role": "system", "content": None}, {"role": "user", "content": "?"}]}
+    assert [message["role"] for message in parse(row)] == ["user"]

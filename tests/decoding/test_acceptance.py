@@ -108,14 +108,14 @@ def test_trees_of_a_batch_are_accepted_one_by_one():
             (SamplingParams(1, 1.0), numbers, q),
         ):
             for shape in (parents, parents[:1]):
-                draft = Draft(tokens, probs, Tree.of(shape), candidates=counts)
+                draft = Draft(tokens, probs, tree=Tree.of(shape), candidates=counts)
                 batch = accept(logits, draft, decoding, uniforms)
                 for i in range(5):
                     one = slice(i, i + 1)
                     own = Draft(
                         tokens[one],
                         None if probs is None else probs[one],
-                        Tree.of(shape[one] if len(shape) > 1 else shape),
+                        tree=Tree.of(shape[one] if len(shape) > 1 else shape),
                         candidates=counts[one],
                     )
                     alone = accept(logits[one], own, decoding, None if uniforms is None else uniforms[one])
@@ -307,7 +307,7 @@ def test_sampled_trees_leave_the_distribution_unchanged(deterministic):
         else:
             rows = numbers[[0, 0, 1], [3, 4, 3]]
             draft = Draft(
-                sample_inverse_cdf(q.expand(1, 3, -1), rows.unsqueeze(0)), q.expand(1, 3, VOCAB), tree
+                sample_inverse_cdf(q.expand(1, 3, -1), rows.unsqueeze(0)), q.expand(1, 3, VOCAB), tree=tree
             )
         verdict = accept(logits, draft, SamplingParams(9, 1.0), numbers.unsqueeze(0))
         kept = [*draft.tokens[0, verdict.path[0, : verdict.count]].tolist(), next_token(verdict).item()]

@@ -158,11 +158,12 @@ def test_layers_with_hooks_are_not_compiled(capfd):
 
 
 @torch.inference_mode()
-def test_layers_with_parts_left_out_are_not_compiled():
+def test_layers_in_place_of_others_are_not_compiled():
     with torch.inference_mode(False):
         target = compiled("llama")
     assert target.stack.compiled
-    assert target.without([0], [1]).stack.compiled is None
+    twin = target.with_layers(target.layers, target.layer_bytes, target.experts)
+    assert twin.stack.compiled is None and twin.pass_bytes() == target.pass_bytes()
 
 
 def test_the_setting(monkeypatch):

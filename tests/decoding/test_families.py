@@ -11,11 +11,11 @@ import torch
 from specbench.decoding.device import place_weights
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
-from specbench.decoding.model.agreement import check_staged
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.state import Request
+from specbench.measure.agreement import check_staged
 from tests.support.batches import assert_lossless
 from tests.support.decoding import STOP, generate_with_transformers, random_pair
 from tests.support.drafters import ModelChain, ModelTree

@@ -17,12 +17,12 @@ from specbench.decoding.cpu.packed_linear import by_columns
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.kv_cache import ForwardContext
-from specbench.decoding.model.agreement import check_staged
 from specbench.decoding.model.layer_stack import LayerStack
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import NORMED, Draft, Resume
 from specbench.decoding.tree import Tree
+from specbench.measure.agreement import check_staged
 from specbench.models.surgery import cut
 from specbench.system.errors import UserError
 from tests.support.decoding import generate_with_transformers, random_pair

@@ -10,10 +10,10 @@ import torch
 from specbench.decoding.cpu.packed_linear import JoinedLinear, PackedLinear
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
-from specbench.decoding.model.agreement import check_staged
 from specbench.decoding.model.cost import Experts, weight_bytes
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
+from specbench.measure.agreement import check_staged
 from tests.support.decoding import generate_with_transformers, random_pair
 from tests.support.drafters import ModelChain
 from tests.support.models import random_model

@@ -39,7 +39,7 @@ def test_every_member_is_passed_on():
         given = tuple(object() for _ in range(count))
         answer = getattr(outer, name)(*given)
         assert inner.asked.pop() == (name, *given)
-        assert answer == (name if name in ("draft", "snapshot") else None)
+        assert answer == name
     assert {"forget", "snapshot", "restore", "set_reference_answers", "on_hidden", "close"} <= MEMBERS.keys()
 
 

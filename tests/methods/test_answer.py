@@ -10,6 +10,7 @@ from methods.answer import answer
 from specbench.data.conversations import read
 from specbench.models.pairs import load_pair
 from specbench.system.errors import UserError
+from specbench.system.files import lock_file
 from tests.support.conf import composed
 from tests.support.decoding import generate_with_transformers
 from tests.support.models import save_pair
@@ -100,3 +101,48 @@ def test_a_file_does_not_go_on_with_other_settings(workplace, tmp_path):
 def test_nothing_to_do(workplace, tmp_path):
     with pytest.raises(UserError, match="^count .*1.*0"):
         answer(settings(workplace, tmp_path / "new.jsonl", "count=0"))
+
+
+def test_a_file_of_somebody_else_stays_as_it_is(workplace, tmp_path):
+    """Also one that has as many lines as are asked for, and one without a line's end."""
+    mine = tmp_path / "mine.jsonl"
+    mine.write_text('{"messages": []}\n' * 9 + "my own")
+    with pytest.raises(UserError, match="is there without mine.settings.json"):
+        answer(settings(workplace, mine, "count=8"))
+    assert mine.read_text() == '{"messages": []}\n' * 9 + "my own"
+
+
+def test_prompts_are_not_answered_into_their_own_file(workplace, tmp_path):
+    talk = tmp_path / "talk.jsonl"
+    before = (workplace / "talk.jsonl").read_text()
+    talk.write_text(before)
+    with pytest.raises(UserError, match="is the file of the prompts"):
+        answer(settings(workplace, tmp_path / "." / "talk.jsonl", f"conversations={talk}"))
+    assert talk.read_text() == before and [path.name for path in tmp_path.iterdir()] == ["talk.jsonl"]
+
+
+def test_a_file_does_not_go_on_with_other_prompts(workplace, tmp_path):
+    talk = tmp_path / "talk.jsonl"
+    talk.write_text((workplace / "talk.jsonl").read_text())
+    out = answer(settings(workplace, tmp_path / "new.jsonl", "count=8", f"conversations={talk}"))
+    talk.write_text(talk.read_text() * 2)
+    with pytest.raises(UserError, match="begun with data=sha256:"):
+        answer(settings(workplace, out, "count=16", f"conversations={talk}"))
+
+
+def test_questions_of_the_benchmark_are_not_answered(workplace, tmp_path):
+    question = {"question_id": 1, "category": "qa", "turns": ["One turn."]}
+    (tmp_path / "q.jsonl").write_text(json.dumps(question) + "\n")
+    cfg = settings(workplace, tmp_path / "new.jsonl", "count=1000", f"data.path={tmp_path}/q.jsonl")
+    talks = [messages[0]["content"] for messages in read(str(answer(cfg)))]
+    assert "Hello." in talks and "One turn." not in talks
+
+
+def test_a_file_that_another_process_writes_is_left_alone(workplace, tmp_path):
+    out = tmp_path / "new.jsonl"
+    with (
+        lock_file(out, "written"),
+        pytest.raises(UserError, match=r"new\.jsonl is being written by another process"),
+    ):
+        answer(settings(workplace, out))
+    assert not out.exists()

@@ -6,6 +6,7 @@ import copy
 import random
 
 import pytest
+import torch
 
 from methods.ar import Autoregressive
 from methods.eqspec import EqSpec
@@ -17,6 +18,7 @@ from methods.s2d import SortedDraft
 from methods.sps import SpeculativeSampling
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
+from specbench.decoding.kv_cache import KVCache
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.scheduler import Scheduler
@@ -28,6 +30,7 @@ from tests.support.batches import (
     assert_freed_places_are_filled_at_once,
     assert_lossless,
     assert_static_batches_wait_for_their_last_row,
+    assert_the_seconds_of_all_rows_are_the_time_of_the_call,
     cases,
 )
 from tests.support.decoding import random_pair
@@ -132,12 +135,9 @@ def test_what_a_call_leaves_behind_serves_the_next():
     assert [a.tokens for a in engine.generate(requests)] == expected
 
 
-def held(*lengths: int, waited: int = 0) -> list[SequenceState]:
+def held(*lengths: int) -> list[SequenceState]:
     request = Request([1], SamplingParams(1))
-    return [
-        SequenceState(place, request, frozenset(), [0] * n, skipped_rounds=waited)
-        for place, n in enumerate(lengths)
-    ]
+    return [SequenceState(place, request, frozenset(), [0] * n) for place, n in enumerate(lengths)]
 
 
 def test_exspec_takes_rows_of_one_length_if_half_of_them_ran_last():
@@ -147,7 +147,15 @@ def test_exspec_takes_rows_of_one_length_if_half_of_them_ran_last():
     scheduler = ExSpec(2, window=6)
     scheduler.choose(held(9, 8, 7, 7))
     assert scheduler.choose(held(9, 8, 7, 7)) == [0, 1], "both of the group would have to be copied in"
-    assert scheduler.choose(held(9, 7, 8, 7, waited=16)) == [0, 1], "a row was overtaken too often"
+
+
+def test_exspec_lets_younger_rows_overtake_one_only_so_often():
+    scheduler = ExSpec(2, window=6, max_skipped_rounds=3)
+    for _ in range(2):  # the second time with other rows in a new cache
+        scheduler.layout(KVCache([torch.device("cpu")], 1, 1, 6, 16, torch.float32))
+        scheduler.choose(held(9, 8, 7, 7))
+        rounds = [scheduler.choose(held(9, 7, 8, 7)) for _ in range(5)]
+        assert rounds == [[1, 3]] * 3 + [[0, 1]] * 2, "until the third row has run"
 
 
 def test_exspec_without_a_group_runs_the_oldest_rows():
@@ -163,6 +171,12 @@ def test_freed_places_are_filled_at_once(scheduler):
 
 def test_static_batches_wait_for_their_last_row():
     assert_static_batches_wait_for_their_last_row(Autoregressive(random_pair("llama")), EqSpec(2))
+
+
+def test_the_seconds_of_all_rows_are_the_time_of_the_call_alignment_included():
+    drafter = SpeculativeSampling(random_pair("llama"), 3)
+    steps = assert_the_seconds_of_all_rows_are_the_time_of_the_call(drafter, EqSpec(4))
+    assert all(step.align_seconds > 0 for step in steps)
 
 
 def test_a_draft_model_whose_logits_are_nan_ends_a_sampled_batch():

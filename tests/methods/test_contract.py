@@ -22,7 +22,8 @@ from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.state import NORMED, Request
 from specbench.system.settings import parameters
-from tests.support.batches import Chaos, Static, assert_lossless, cases
+from tests.support.aligned import AlignedChaos
+from tests.support.batches import Chaos, assert_lossless, cases
 from tests.support.decoding import random_pair
 
 MODULE = '''
@@ -72,7 +73,7 @@ class Toy(Drafter):
         report = first[:, :1] + 1
         every = first.new_full((batch.size,), 6)
         stats = {"toy": report, "rows": batch.size}
-        return Draft(first, tree=tree, candidates=every, report=report, stats=stats)
+        return Draft(first, tree=tree, candidates=every, report=lambda logits: report, stats=stats)
 
     def on_hidden(self, layer, hidden_states):
         self.reached.append(layer)
@@ -126,7 +127,7 @@ SCHEDULERS = {
     "ragged": lambda: RaggedBatch(5),
     "eqspec": lambda: EqSpec(4),
     "exspec": lambda: ExSpec(4, window=7),
-    "static": lambda: Static(3),
+    "aligned chaos": lambda: AlignedChaos(4, random.Random(3)),
     "chaos": lambda: Chaos(4, random.Random(3)),
 }
 

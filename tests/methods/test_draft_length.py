@@ -12,7 +12,11 @@ from methods.pld import PromptLookup
 from methods.ragged import RaggedBatch
 from methods.sps import SpeculativeSampling
 from specbench.config.checks import check
-from specbench.decoding.draft_length import (
+from specbench.decoding.engine import Engine
+from specbench.decoding.model.staged_model import StagedModel
+from specbench.decoding.sampling import SamplingParams
+from specbench.decoding.state import Request
+from specbench.measure.draft_length import (
     Adaptive,
     Constant,
     Goodput,
@@ -20,10 +24,6 @@ from specbench.decoding.draft_length import (
     costs_by_length,
     make_rule,
 )
-from specbench.decoding.engine import Engine
-from specbench.decoding.model.staged_model import StagedModel
-from specbench.decoding.sampling import SamplingParams
-from specbench.decoding.state import Request
 from specbench.report.replay import rounds_of
 from specbench.system.errors import UserError
 from tests.support import batches
@@ -76,7 +76,7 @@ def test_costs_never_fall():
 
 
 def test_until_there_are_costs_drafts_are_of_one_length():
-    assert isinstance(make_rule("goodput", 4, None), Constant) and make_rule("goodput", 4, None).initial == 4
+    assert type(make_rule("goodput", 4, None)) is Constant and make_rule("goodput", 4, None).initial == 4
     assert isinstance(make_rule("goodput", 4, [1.0, 1.2]), Goodput)
     assert isinstance(make_rule("adaptive", 4, None), Adaptive)
 

@@ -187,15 +187,15 @@ def test_the_cache_holds_what_the_true_pairs_leave_there(make, scheduler, folder
 
 def test_smaller_trees_of_ranks(folder):
     drafter = Eagle(random_pair("llama"), folder, nodes=4)
-    assert drafter.paths == [(0,), (1,), (0, 0), (2,)] and drafter.max_draft_tokens == 2
+    assert drafter.trees.paths == ((0,), (1,), (0, 0), (2,)) and drafter.max_draft_tokens == 2
     assert drafter.max_nodes == 4
     drafter = Eagle(random_pair("llama"), folder, nodes=5, max_draft_tokens=2)
-    assert drafter.paths == [(0,), (1,), (0, 0), (2,), (0, 1)] and drafter.max_draft_tokens == 2
+    assert drafter.trees.paths == ((0,), (1,), (0, 0), (2,), (0, 1)) and drafter.max_draft_tokens == 2
 
 
 def test_a_checkpoint_without_a_tree_gets_the_published_one(tmp_path):
     drafter = Eagle(random_pair("llama"), saved_eagle("llama", tmp_path))
-    assert drafter.paths == EAGLE_TREE and drafter.max_draft_tokens == 5
+    assert drafter.trees.paths == tuple(EAGLE_TREE) and drafter.max_draft_tokens == 5
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +17,10 @@ import torch
 
 from methods import family
 from methods.common import build
+from specbench import ROOT
 from specbench.data.training import RECORD
+from specbench.system.errors import UserError
+from tests.support.commands import wait_for
 from tests.support.conf import composed
 
 
@@ -76,6 +85,84 @@ def test_a_step_that_fails_ends_the_build_with_its_last_line(tmp_path, monkeypat
     failing.clear()
     build.run_all([[right, wrong], [later]], tmp_path / "logs", cores=2, label="x")
     assert len(done) == 4, "what is done is not done again"
+
+
+def test_a_result_of_another_command_is_refused(tmp_path, monkeypatch):
+    def process(target, args) -> SimpleNamespace:
+        return SimpleNamespace(start=lambda: None, join=lambda: None, exitcode=0)
+
+    def step(*arguments: str) -> build.Step:
+        return build.Step("heads", 1.0, tmp_path / "training.json", ("train", *arguments))
+
+    def make(*arguments: str) -> None:
+        build.run_all([[step(*arguments)]], tmp_path / "logs", cores=1, label="x")
+
+    monkeypatch.setattr(build, "CONTEXT", SimpleNamespace(Process=process))
+    make("steps=1000", "seed=1")
+    (tmp_path / "training.json").write_text("{}")
+    make("steps=1000", "seed=1")
+    with pytest.raises(
+        UserError, match=r"made with 'steps=1000', not 'steps=2000': .*delete .*training\.json"
+    ):
+        make("steps=2000", "seed=1")
+    step().made_by.unlink()  # an older build did not tell
+    make("steps=2000", "seed=1")
+
+
+def test_an_interrupted_build_ends_what_runs_and_begins_nothing(tmp_path, monkeypatch):
+    began, ended, released = [], [], Event()
+
+    def process(target, args) -> SimpleNamespace:
+        (name,), _log, _threads = args
+
+        def terminate() -> None:
+            ended.append(name)
+            released.set()
+
+        return SimpleNamespace(
+            start=lambda: began.append(name), join=released.wait, terminate=terminate, exitcode=-15
+        )
+
+    def interrupted(futures):
+        while not began:
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(build, "CONTEXT", SimpleNamespace(Process=process))
+    monkeypatch.setattr(build, "as_completed", interrupted)
+    steps = [build.Step(name, 1.0, tmp_path / name / "x.json", (name,)) for name in ("first", "second")]
+    with pytest.raises(KeyboardInterrupt):
+        build.run_all([steps], tmp_path / "logs", cores=1, label="x")
+    assert began == ["first"] and set(ended) == {"first"}
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_step_ends_with_the_build(tmp_path, number):
+    """Also where the build has no time to end it."""
+    (tmp_path / "sleeps.py").write_text(
+        "import os, pathlib, time\npathlib.Path('pid').write_text(f'{os.getpid()}\\n')\ntime.sleep(600)\n"
+    )
+    (tmp_path / "builds.py").write_text(
+        "from pathlib import Path\n"
+        "from methods.common.build import Step, run_all\n"
+        "if __name__ == '__main__':\n"
+        "    run_all([[Step('sleeps', 1.0, Path('done'), ('sleeps',))]], Path('logs'), 1, 'x')\n"
+    )
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    process = subprocess.Popen([sys.executable, "builds.py"], cwd=tmp_path, env=environment)
+    pid = tmp_path / "pid"
+    wait_for(lambda: pid.exists() and pid.read_text().endswith("\n"))
+    process.send_signal(number)
+    process.wait()
+    wait_for(lambda: not is_running(int(pid.read_text())))
+
+
+def is_running(pid: int) -> bool:
+    """Whether there is such a process, other than one that has ended and waits to be asked about."""
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 def test_answers_are_shuffled_whole_and_alike(tmp_path):

@@ -239,14 +239,15 @@ def test_the_prefix_layers_cache_is_that_of_one_pass_over_all_states(arch, sched
 
 def test_a_smaller_tree(folder):
     drafter = HydraHeads(random_pair("llama"), folder, nodes=3)
-    assert drafter.paths == [(0,), (1,), (0, 0)] and drafter.max_draft_tokens == 2 and drafter.max_nodes == 3
+    assert drafter.trees.paths == ((0,), (1,), (0, 0))
+    assert drafter.max_draft_tokens == 2 and drafter.max_nodes == 3
     with pytest.raises(UserError, match=r"nodes=9.*\b8\b"):
         HydraHeads(random_pair("llama"), folder, nodes=9)
 
 
 def test_heads_without_a_tree_get_the_published_one(tmp_path):
     drafter = HydraHeads(random_pair("llama"), saved_heads(random_pair("llama"), tmp_path, False, tree=None))
-    assert drafter.paths == [path for path in MEDUSA_TREE if len(path) <= 3]
+    assert drafter.trees.paths == tuple(path for path in MEDUSA_TREE if len(path) <= 3)
 
 
 # -- files

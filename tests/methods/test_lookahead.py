@@ -21,6 +21,7 @@ from specbench.decoding.slots import Slots
 from specbench.decoding.state import Batch, Request, SequenceState
 from specbench.measure.metrics.dataframes import steps_frame
 from tests.support import batches
+from tests.support.aligned import AlignedChaos
 from tests.support.decoding import random_pair
 from tests.support.lossless import (
     assert_lossless,
@@ -73,7 +74,7 @@ def round_of(drafter: Lookahead, search: Search, pending: int) -> Batch:
     drafter.open(Slots(1, 100, torch.device("cpu")), None)
     drafter._searches[0] = search
     tokens = torch.tensor([sequence.tokens])
-    sizes = [drafter.max_draft_tokens], drafter.max_draft_tokens, drafter.max_nodes
+    sizes = [drafter.max_draft_tokens], drafter.max_nodes
     return Batch([sequence], [sequence.length], *sizes, tokens, request.decoding, None)
 
 
@@ -237,7 +238,7 @@ SCHEDULERS = {
     "ragged": RaggedBatch,
     "eqspec": EqSpec,
     "exspec": lambda size: ExSpec(size, window=7),
-    "chaos": lambda size: batches.Chaos(size, random.Random(3)),
+    "chaos": lambda size: AlignedChaos(size, random.Random(3)),
 }
 
 

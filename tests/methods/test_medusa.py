@@ -117,7 +117,8 @@ def test_what_is_drafted(folder):
 
 def test_a_smaller_tree(folder):
     drafter = Medusa(random_pair("llama"), folder, nodes=3)
-    assert drafter.paths == [(0,), (1,), (0, 0)] and drafter.max_draft_tokens == 2 and drafter.max_nodes == 3
+    assert drafter.trees.paths == ((0,), (1,), (0, 0))
+    assert drafter.max_draft_tokens == 2 and drafter.max_nodes == 3
     with pytest.raises(UserError, match=r"nodes=8.*\b7\b"):
         Medusa(random_pair("llama"), folder, nodes=8)
 
@@ -127,7 +128,7 @@ def test_heads_without_a_tree_get_the_published_one(tmp_path):
     drafter = Medusa(
         random_pair("llama"), saved_heads(random_pair("llama"), tmp_path, tree=None, tree_counts=0)
     )
-    assert drafter.paths == [path for path in MEDUSA_TREE if len(path) <= 3]
+    assert drafter.trees.paths == tuple(path for path in MEDUSA_TREE if len(path) <= 3)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from methods.common.heads import DraftHead
 from methods.mirror_sd import MirrorSD, StreamingSampling, worker
 from methods.mirror_sd.brancher import Brancher, Plan
 from methods.mirror_sd.branches import likely_decisions, mixture, prefix_products
-from methods.mirror_sd.channel import ProcessChannel
+from methods.mirror_sd.channel import ProcessChannel, elapsed
 from methods.mirror_sd.streams import save_streams
 from methods.sps import SpeculativeSampling
 from specbench.decoding import acceptance
@@ -571,3 +571,8 @@ def test_a_worker_that_dies_or_hangs(how):
         drafter.close()
         assert not running(pid)
         assert os.sched_getaffinity(0) == cores
+
+
+def test_the_time_between_marks_of_a_gpu_is_not_read_before_it_has_come_so_far():
+    begun, ended = object(), object()  # events
+    assert elapsed(begun, ended) == (begun, ended) and elapsed(1.0, 1.5) == 0.5

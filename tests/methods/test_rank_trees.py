@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import combinations, product
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from methods.common.rank_trees import best_tree, counted_paths, rank_tree, shaped
+from methods.common.rank_trees import RankTrees, best_tree, counted_paths, rank_tree, shaped
 
 COUNTED = ((0,), (0, 0), (1,), (0, 0, 0), (3,), (1, 2), (0, 2), (0, 0, 1))
 
@@ -69,3 +70,13 @@ def test_nodes_with_children_come_first_and_levels_find_their_own(paths, depth):
     assert {path for path, _ in found} == set(kept) and len(found) == len(kept) == len(parents)
     for (path, place), parent, before in zip(found, parents, order):
         assert path[:-1] == (found[parent][0] if parent >= 0 else ()) and place == before
+
+
+@pytest.mark.parametrize(("nodes", "depth"), product((1, 3, 8, 99), (1, 2, 9)))
+def test_a_round_gets_as_much_of_a_tree_as_it_has_room_for(nodes, depth):
+    trees = RankTrees(COUNTED, leaves_last=True)
+    assert (trees.paths, trees.max_nodes, trees.depth) == (COUNTED, 8, 3)
+    batch = SimpleNamespace(max_nodes=nodes, max_draft=depth, tokens=torch.empty(0))
+    tree, levels, drafted = trees.of(batch)
+    expected, its_levels = rank_tree(COUNTED[:nodes], depth, torch.device("cpu"), leaves_last=True)
+    assert tree is expected and levels is its_levels and drafted == min(nodes, 8)

@@ -179,6 +179,22 @@ def test_conversations_become_a_datastore_without_what_is_measured(workplace, tm
         train(settings(workplace, tmp_path, "conversations=null"))
 
 
+@pytest.mark.parametrize("name", ["train_rest", "train_medusa", "states", "answer"])
+@pytest.mark.parametrize(
+    ("pair", "data"), [("tiny", "tiny"), ("tiny_wide_draft", "tiny"), ("vicuna-7b", "spec_bench")]
+)
+def test_text_is_cleared_of_the_questions_that_fit_its_pair(name, pair, data):
+    assert composed(name, f"pair={pair}").data.name == data
+    assert composed(name, f"pair={pair}", "data=specttsbench").data.name == "specttsbench"
+
+
+def test_a_datastore_is_not_made_without_the_questions(workplace, tmp_path):
+    gone = ("data.name=elsewhere", "data.path=null", "data.url=http://127.0.0.1:1/question.jsonl")
+    with pytest.raises(UserError, match="cannot download"):
+        train(settings(workplace, tmp_path / "out", *gone))
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_datastore_is_made_without_the_targets_weights(workplace, tmp_path):
     """They are not even there; the stop token that only the generation config names is known all the same."""
     bare = tmp_path / "bare"

@@ -1,19 +1,22 @@
-"""Three thousand random schedules on a fake model, under the schedulers of the batch methods."""
+"""Random schedules on a fake model, under the schedulers of the batch methods and where all rows end alike."""
 
 from __future__ import annotations
 
 import random
 
 import pytest
+import torch
 
+from methods.common.aligned_layout import AlignedLayout
 from methods.eqspec import EqSpec
 from methods.exspec import ExSpec
 from methods.ragged import RaggedBatch
-from specbench.decoding.kv_layout import AlignedLayout, RaggedLayout
+from specbench.decoding.kv_layout import RaggedLayout
 from specbench.decoding.scheduler import Scheduler
-from tests.support.schedules import run_schedules
+from tests.support.aligned import AlignedChaos
+from tests.support.schedules import assert_found, run_schedules
 
-SEEDS, SCHEDULES = 24, 125
+SEEDS, SCHEDULES, ALIGNED = 24, 125, 60
 
 
 def any_scheduler(rng: random.Random) -> Scheduler:
@@ -31,3 +34,23 @@ SEEDED = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, S
 def test_every_schedule_gives_every_row_its_own_run(seed):
     ran = run_schedules(seed, SCHEDULES, any_scheduler)
     assert ran == {(RaggedBatch, RaggedLayout), (EqSpec, AlignedLayout), (ExSpec, AlignedLayout)}
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("seed", SEEDED)
+def test_rows_that_end_alike_run_in_any_order(seed):
+    ran = run_schedules(seed, ALIGNED, lambda rng: AlignedChaos(rng.randint(1, 6), rng))
+    assert ran == {(AlignedChaos, AlignedLayout)}
+
+
+class Forgetful(AlignedLayout):
+    """Leaves what was rejected in sight."""
+
+    def commit(self, batch, count, counts, path):
+        super().commit(batch, count, counts, path)
+        fresh = self._held[: len(counts), self._end : self._end + self._width]
+        fresh.copy_(torch.arange(self._width) + fresh[:, :1])
+
+
+def test_a_faulty_layout_is_found():
+    assert_found(Forgetful)

@@ -172,9 +172,9 @@ def test_draws_without_replacement():
 def test_nodes_and_levels_of_a_counted_tree(folder):
     pair = random_pair("llama")
     some = DraftModelTree(pair, folder, max_draft_tokens=2, nodes=4)
-    assert some.paths == [(0,), (0, 0), (1,), (3,)] and some.max_draft_tokens == 2
+    assert some.trees.paths == ((0,), (0, 0), (1,), (3,)) and some.max_draft_tokens == 2
     assert DraftModelTree(pair, folder, nodes=99).max_nodes == len(TREE)
-    assert DraftModelTree(pair, folder, shape=[2]).paths == [(0,), (1,)]
+    assert DraftModelTree(pair, folder, shape=[2]).trees.paths == ((0,), (1,))
     assert DraftModelTree(pair).max_draft_tokens == len(drafter.SHAPE)
 
 
@@ -235,6 +235,7 @@ def test_counting(tmp_path, capsys):
     assert len(content["tree"]) <= 9 and max(map(len, content["tree"])) <= 3
     assert content["tree_counts"] == sorted(content["tree_counts"], reverse=True)
     assert max(content["tree_counts"]) <= content["places"]
+    assert content["left_out"] == 0 and len(content["questions"]) == 64
     assert "tokens a round" in capsys.readouterr().out
     assert json.loads((train(cfg) / FILE).read_text()) == content
     cfg.ranks = 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from itertools import islice
 
 import pytest
@@ -18,8 +19,9 @@ from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.state import NORMED
 from specbench.models.pairs import load_pair
 from specbench.system.errors import UserError
+from specbench.system.files import lock_folder, make_folder, read_json
 from tests.support.conf import composed
-from tests.support.training import training_settings, training_workplace
+from tests.support.training import Stopped, stop_after, training_settings, training_workplace
 
 TAPS = (1, 2, NORMED)
 SAME = Head(torch.eye(11))  # logits are states
@@ -164,6 +166,102 @@ def test_states_of_another_target_are_refused(workplace, folder, tmp_path):
         pair.target.model.layers[1].self_attn.q_proj.weight.mul_(1.5)
     with pytest.raises(UserError, match="target_sha256"):
         next(batches(cfg, pair))
+
+
+@pytest.mark.slow
+def test_more_tokens_continue_a_finished_folder(workplace, folder, tmp_path, capsys):
+    """Until all are there it equals one that was made in one go, but for what its record says was asked."""
+    out, length = tmp_path / "again", 20
+    for rows in (3, 5):
+        states.write(settings(workplace, out, f"tokens={rows * length}"))
+        assert read_json(out / states.RECORD)["rows"] == rows
+        assert (out / states.IDS).stat().st_size == 4 * rows * length
+    states.write(settings(workplace, out, f"tokens={5 * length}"))
+    assert capsys.readouterr().out.endswith(f"already there: {out}\n")
+    with pytest.raises(UserError, match=f"made with tokens={5 * length}, which is more than {length}"):
+        states.write(settings(workplace, out, f"tokens={length}"))
+    states.write(settings(workplace, out))
+    for file in folder.rglob("*.bin"):
+        assert (out / file.relative_to(folder)).read_bytes() == file.read_bytes(), file.name
+    with pytest.raises(UserError, match="made with tokens=null, which is more than 20"):
+        states.write(settings(workplace, out, "tokens=20"))
+
+
+def test_a_folder_says_what_its_text_was_cleared_of(workplace, folder, tmp_path):
+    record = read_json(folder / states.RECORD)
+    assert record["left_out"] == 0 and len(record["questions"]) == 64
+    (tmp_path / "q.jsonl").write_text(
+        json.dumps({"question_id": 1, "category": "qa", "turns": ["say ab"]}) + "\n"
+    )
+    cleared = states.write(settings(workplace, tmp_path / "other", f"data.path={tmp_path}/q.jsonl"))
+    record = read_json(cleared / states.RECORD)
+    asked = (workplace / "talk.jsonl").read_text().count('"say ab"')
+    assert record["left_out"] == asked > 1
+    with pytest.raises(UserError, match="was begun with questions="):
+        states.write(settings(workplace, tmp_path / "other"))
+
+
+def test_a_folder_that_another_process_writes_is_left_alone(workplace, tmp_path):
+    with (
+        lock_folder(make_folder(tmp_path / "again"), "written"),
+        pytest.raises(UserError, match="again is being written by another process"),
+    ):
+        states.write(settings(workplace, tmp_path / "again"))
+
+
+@pytest.mark.slow
+def test_a_trainer_refuses_states_that_lack_a_depth(workplace, folder, tmp_path):
+    """Rather than to run the whole target in every step."""
+    cfg = training_settings("train_kangaroo", workplace, tmp_path / "out", f"states={folder}", "exit_layer=3")
+    with pytest.raises(UserError, match=r"lack the depths \[3\].*taps=\[-1,3\]"):
+        kangaroo_train.train(cfg)
+
+
+def test_states_without_distributions_are_no_vocabulary_to_sample(workplace, tmp_path):
+    bare = states.write(settings(workplace, tmp_path / "bare", "top=0"))
+    more = ("exit_layer=2", f"states={bare}", "vocab_sample=8")
+    with pytest.raises(UserError, match="states in '.*bare' have none: make them with top=64"):
+        kangaroo_train.train(training_settings("train_kangaroo", workplace, tmp_path / "out", *more))
+
+
+def test_a_batch_may_have_more_rows_than_are_held_out(workplace, folder, tmp_path):
+    def settings(size: int):
+        more = (f"states={folder}", "exit_layer=2", f"batch_size={size}")
+        return training_settings("train_kangaroo", workplace, tmp_path / "out", *more)
+
+    pair = load_pair(settings(1).pair, 0, with_draft=False)
+    rows = read_json(folder / states.RECORD)["rows"]
+    held_out = read_json(folder / states.HELD_OUT / states.RECORD)["rows"]
+    assert len(next(batches(settings(rows), pair, held_out=True))["input_ids"]) == min(rows, held_out)
+    assert len(next(batches(settings(rows), pair))["input_ids"]) == rows
+    with pytest.raises(UserError, match=f"holds {rows} rows, fewer than batch_size={rows + 1}"):
+        kangaroo_train.train(settings(rows + 1))
+
+
+@pytest.mark.slow
+def test_a_training_goes_on_with_the_states_that_it_began_with(workplace, folder, tmp_path, monkeypatch):
+    """Which may lie elsewhere by now."""
+
+    def trainer(stored):
+        more = ("exit_layer=2", f"states={stored}")
+        return training_settings("train_kangaroo", workplace, tmp_path / "out", *more)
+
+    stop_after(monkeypatch, kangaroo_train.Distillation, 20)
+    with pytest.raises(Stopped):
+        kangaroo_train.train(trainer(folder))
+    monkeypatch.undo()
+    fewer = states.write(settings(workplace, tmp_path / "fewer", "top=3"))
+    for other in ("null", fewer):
+        with pytest.raises(UserError, match="holds a training with states="):
+            kangaroo_train.train(trainer(other))
+    moved = shutil.copytree(folder, tmp_path / "moved")
+    record = read_json(kangaroo_train.train(trainer(moved)) / RECORD)
+    assert record["states"] == {
+        "precision": "no",
+        "rows": read_json(folder / states.RECORD)["rows"],
+        "top": 5,
+    }
+    assert record["questions"] == read_json(folder / states.RECORD)["questions"] and record["left_out"] == 0
 
 
 def test_a_depth_that_is_none_is_one_line(workplace, tmp_path):

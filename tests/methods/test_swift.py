@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
 from methods.swift import Swift
 from methods.swift.search import LayerSearch, _evidence, _kernel
+from methods.swift.sublayers import Sublayers, check_parts
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.decoding.model.sublayers import thinned
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.state import Request
@@ -55,8 +57,9 @@ def by_hand(model, ids: torch.Tensor, attention: set[int], mlp: set[int]) -> tor
 def test_a_model_without_parts_computes_what_its_own_modules_say(name):
     model = random_model(name, 0)
     staged, ids = StagedModel(model), torch.tensor([PROMPT])
+    sublayers = Sublayers(staged)
     for attention, mlp in (({1}, {2}), ({1, 2}, {1}), (set(), {0, 3}), (set(), set())):
-        thin = staged.without(attention, mlp)
+        thin = sublayers.without(attention, mlp)
         with torch.inference_mode():
             states = thin.run_layers(thin.embed(ids), thin.new_cache(len(PROMPT)), 0)
             torch.testing.assert_close(thin.head(states), by_hand(model, ids, attention, mlp))
@@ -68,7 +71,7 @@ def test_a_model_without_parts_computes_what_its_own_modules_say(name):
 def test_positions_are_those_of_the_model_itself():
     """Both have one table of angles: neither takes it for longer, or for shorter, than it is."""
     staged = StagedModel(random_model("llama", 0))
-    thin = staged.without({1}, {2})
+    thin = Sublayers(staged).without({1}, {2})
     staged._make_angles(40)
     thin._make_angles(30)
     assert staged.stack.positions == thin.stack.positions == 40
@@ -86,14 +89,15 @@ def test_bytes_of_a_pass_are_those_of_the_parts_that_are_left():
 
     layers = model.model.layers
     lost = size(layers[1].self_attn) + size(layers[2].mlp)
-    assert staged.without({1}, {2}).pass_bytes() == staged.pass_bytes() - lost
-    whole = staged.without({3}, {3}).pass_bytes()
+    sublayers = Sublayers(staged)
+    assert sublayers.without({1}, {2}).pass_bytes() == staged.pass_bytes() - lost
+    whole = sublayers.without({3}, {3}).pass_bytes()
     assert whole == staged.pass_bytes() - size(layers[3])
 
 
 def test_a_feed_forward_part_that_also_returns_scores_can_be_left_out():
     model = random_model("gpt_oss", 0)
-    thin, ids = StagedModel(model).without({1}, {2}), torch.tensor([PROMPT])
+    thin, ids = Sublayers(StagedModel(model)).without({1}, {2}), torch.tensor([PROMPT])
     with torch.inference_mode():
         states = thin.head(thin.run_layers(thin.embed(ids), thin.new_cache(len(PROMPT)), 0))
     for part in (model.model.layers[1].self_attn, model.model.layers[2].mlp):
@@ -104,9 +108,9 @@ def test_a_feed_forward_part_that_also_returns_scores_can_be_left_out():
 
 def test_layers_without_such_parts_are_refused():
     with pytest.raises(UserError, match="has no self_attn and mlp that could be left out"):
-        thinned(torch.nn.Linear(2, 2), True, False, False)
+        check_parts(torch.nn.Linear(2, 2))
     with pytest.raises(UserError, match="that could be left out"):
-        StagedModel(random_model("opt", 0)).without({1}, set())
+        Swift(SimpleNamespace(target=random_model("opt", 0)))
 
 
 # -- scoring
@@ -134,11 +138,12 @@ def test_a_set_is_scored_by_how_often_it_says_what_the_target_said(tiny, monkeyp
     _, answer = drafted(tiny, prompt, 40, context_window=window, enough=1.0)
     assert len(told) >= 5
     staged = StagedModel(tiny.target)
+    sublayers = Sublayers(staged)
     with torch.inference_mode():
         for skipped, score in told:
             cache = staged.new_cache(200)
             staged.prefill(torch.tensor([prompt]), cache)
-            thin = staged.without(skipped.attention, skipped.mlp)
+            thin = sublayers.without(skipped.attention, skipped.mlp)
             ids = torch.tensor([answer.tokens[: window + 1]])
             states = thin.run_layers(thin.embed(ids[:, :-1]), cache, len(prompt))
             expected = (thin.head(states).argmax(-1) == ids[:, 1:]).float().mean().item()
@@ -170,6 +175,19 @@ def test_the_search_goes_on_from_answer_to_answer_or_begins_anew(tiny, memory):
     assert drafter._search.steps == after_one
     drafter.forget()
     assert drafter._search.steps == 0
+
+
+def test_what_all_models_of_a_search_need_is_looked_up_once(tiny, monkeypatch):
+    """Also where buffers are made anew."""
+    made, really = [], Sublayers.__init__
+    monkeypatch.setattr(
+        Sublayers, "__init__", lambda self, target: made.append(target) or really(self, target)
+    )
+    drafter = Swift(tiny, context_window=4, enough=1.0)
+    engine = Engine(StagedModel(tiny.target), drafter, frozenset(), None, tiny.context_length)
+    for tokens in (20, 220):
+        engine.generate([Request(tiny.sample_ids()[:40], SamplingParams(tokens))])
+    assert drafter._search.steps > 1 and made == [engine.target]
 
 
 # -- the tree

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -12,8 +13,10 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from methods.common import training as common
 from methods.common.training import agreement, batches, held_out_batches, training_pair
 from methods.eagle import train as eagle_train
+from methods.eagle3 import train as eagle3_train
 from methods.eagle3.train import fresh_model as fresh_eagle3
 from methods.kangaroo import train as kangaroo_train
 from methods.mirror_sd import train as mirror_train
@@ -22,12 +25,14 @@ from methods.mtp.train import fresh_model as fresh_mtp
 from methods.s2d import train as s2d_train
 from methods.sps import train as sps_train
 from specbench import ROOT
-from specbench.data.training import LOG, RECORD, stages_of, train
+from specbench.data.questions import questions_sha256
+from specbench.data.training import CONDITIONS, LOG, RECORD, data_of, stages_of, train
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.models.pairs import load_pair
 from specbench.models.surgery import cut
 from specbench.system import threads
 from specbench.system.errors import UserError
+from specbench.system.files import lock_folder, make_folder, read_json
 from tests.support.decoding import random_pair
 from tests.support.messages import says
 from tests.support.models import EVERY_ARCHITECTURE, random_model
@@ -312,11 +317,94 @@ def test_a_stopped_training_goes_on_only_as_it_began(workplace, tmp_path, monkey
     with pytest.raises(Stopped):
         kangaroo_train.train(settings())
     monkeypatch.undo()
+    monkeypatch.setattr(common, "load_pair", None)  # it is told before anything is loaded
     for more in ("learning_rate=1e-4", "steps=10", "exit_layer=1", "batch_size=2"):
         key = more.partition("=")[0]
         with pytest.raises(UserError, match=f" {key}="):
             kangaroo_train.train(settings(more))
+    monkeypatch.undo()
     assert kangaroo_train.train(settings("save_every=10")).is_dir()
+
+
+@pytest.mark.slow
+def test_a_stopped_training_goes_on_with_the_same_text_alone(workplace, tmp_path, monkeypatch):
+    """Wherever the text lies. What is begun anew in the same folder has a log of its own."""
+    talk, out = tmp_path / "talk.jsonl", tmp_path / "out"
+    shutil.copy(workplace / "talk.jsonl", talk)
+
+    def settings(file, folder=out, *more):
+        return training_settings("train_kangaroo", workplace, folder, f"conversations={file}", *more)
+
+    stop_after(monkeypatch, kangaroo_train.Distillation, 20)
+    with pytest.raises(Stopped):
+        kangaroo_train.train(settings(talk))
+    monkeypatch.undo()
+    anew = tmp_path / "anew"
+    shutil.copytree(out, anew)
+    shutil.rmtree(anew / "checkpoints")
+    talk.write_text(talk.read_text() * 2)
+    with pytest.raises(UserError, match="holds a training with conversations=sha256:"):
+        kangaroo_train.train(settings(talk))
+    question = {"question_id": 1, "category": "qa", "turns": ["Another one?"]}
+    (tmp_path / "q.jsonl").write_text(json.dumps(question) + "\n")
+    with pytest.raises(UserError, match="holds a training with questions="):
+        kangaroo_train.train(settings(workplace / "talk.jsonl", out, f"data.path={tmp_path}/q.jsonl"))
+    record = read_json(kangaroo_train.train(settings(workplace / "talk.jsonl")) / RECORD)
+    assert record["data"] == data_of(settings(workplace / "talk.jsonl"))
+    kangaroo_train.train(settings(talk, anew))
+    assert [row["step"] for row in log(anew)] == [15, 30, 40]
+
+
+@pytest.mark.slow
+def test_a_record_says_what_the_text_is_and_was_cleared_of(workplace, tmp_path):
+    """The text as it was at the beginning, also where its file changes in the meantime."""
+    talk = tmp_path / "talk.jsonl"
+    asked = "Which old river runs slowly past the town of nine bridges?"
+    row = {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": "ab"}]}
+    talk.write_text((workplace / "talk.jsonl").read_text() + json.dumps(row) + "\n")
+    question = {"question_id": 1, "category": "qa", "turns": [asked]}
+    (tmp_path / "q.jsonl").write_text(json.dumps(question) + "\n")
+    text = (f"conversations={talk}", f"data.path={tmp_path}/q.jsonl", "steps=2", "save_every=2")
+    cfg = training_settings("train_sps", workplace, tmp_path / "out", *text)
+    began_with, questions = data_of(cfg), questions_sha256(cfg.data)
+    pair = load_pair(cfg.pair, 0, with_draft=True)
+    module = sps_train.Distillation(pair.draft.requires_grad_(True), StagedModel(pair.target))
+
+    def save(out, figures) -> None:
+        talk.write_text("")
+
+    train(module, batches(cfg, pair), dict, save, cfg, "draft")
+    record = read_json(tmp_path / "out" / RECORD)
+    assert (record["data"], record["questions"]) == (began_with, questions)
+    assert record["left_out"] == 1 and record["states"] is None
+
+
+@pytest.mark.slow
+def test_a_finished_training_is_not_made_again(workplace, tmp_path, monkeypatch, capsys):
+    def settings(*more):
+        return training_settings("train_kangaroo", workplace, tmp_path, "steps=2", "save_every=1", *more)
+
+    out = kangaroo_train.train(settings())
+    files = {path: path.read_bytes() for path in out.iterdir() if path.is_file()}
+    monkeypatch.setattr(common, "load_pair", None)
+    assert kangaroo_train.train(settings("save_every=2")) == out
+    assert capsys.readouterr().out.endswith(f"already there: {out}\n")
+    with pytest.raises(UserError, match="holds a training with learning_rate="):
+        kangaroo_train.train(settings("learning_rate=1e-4"))
+    assert len(log(out)) == 2 and {path: path.read_bytes() for path in files} == files
+    (out / CONDITIONS).unlink()  # of an older version
+    with pytest.raises(UserError, match="finished training without conditions.json"):
+        kangaroo_train.train(settings())
+
+
+@pytest.mark.slow
+def test_two_processes_do_not_train_in_one_folder(workplace, tmp_path):
+    cfg = training_settings("train_sps", workplace, tmp_path)
+    with (
+        lock_folder(make_folder(tmp_path / "checkpoints"), "trained"),
+        pytest.raises(UserError, match="checkpoints is being trained by another process"),
+    ):
+        train(torch.nn.Linear(1, 1), iter(()), dict, None, cfg, "nothing")
 
 
 TRAINERS = {
@@ -340,12 +428,48 @@ def test_a_setting_that_cannot_work_is_told_before_anything_is_loaded(
     workplace, tmp_path, monkeypatch, name, setting
 ):
     trainer = TRAINERS[name]
-    monkeypatch.setattr(trainer, "pair_to_train" if hasattr(trainer, "pair_to_train") else "load_pair", None)
+    monkeypatch.setattr(common, "load_pair", None)
     cfg = training_settings(name, workplace, tmp_path / "out", setting)
     key = setting.partition("=")[0]
     with pytest.raises(UserError, match=f"^(unknown )?{key} "):
         trainer.train(cfg)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("conversations=/nowhere/talk.jsonl", "no conversations file '/nowhere/talk.jsonl'"),
+        ("data.path=/nowhere/question.jsonl", "no file /nowhere/question.jsonl"),
+        ("prompt_weight=1", "prompt_weight must be less than 1"),
+        ("states=/nowhere", "there are no states in '/nowhere'"),
+        ("vocab_sample=8", "states=FOLDER"),
+    ],
+)
+def test_what_is_missing_is_told_before_anything_is_loaded(
+    workplace, tmp_path, monkeypatch, name, setting, message
+):
+    monkeypatch.setattr(common, "load_pair", None)
+    with pytest.raises(UserError, match=message):
+        TRAINERS[name].train(training_settings(name, workplace, tmp_path / "out", setting))
+
+
+@pytest.mark.parametrize("name", ["train_kangaroo", "train_eagle"])
+def test_what_only_draft_models_do_is_refused_elsewhere(workplace, tmp_path, monkeypatch, name):
+    monkeypatch.setattr(common, "load_pair", None)
+    with pytest.raises(UserError, match="gradient_checkpointing=true is for draft models"):
+        cfg = training_settings(name, workplace, tmp_path / "out", "gradient_checkpointing=true")
+        TRAINERS[name].train(cfg)
+
+
+@pytest.mark.parametrize(
+    ("name", "trainer"), [("train_kangaroo", kangaroo_train), ("train_eagle3", eagle3_train)]
+)
+def test_a_layer_that_the_target_lacks_is_one_line(workplace, tmp_path, name, trainer):
+    cfg = training_settings(name, workplace, tmp_path / "out", "like_layer=4")
+    with pytest.raises(UserError, match="like_layer must be a layer of the target, 0 to 3, not 4"):
+        trainer.train(cfg)
 
 
 @pytest.mark.process

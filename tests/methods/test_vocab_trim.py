@@ -76,6 +76,7 @@ def test_all_answers_are_counted_once(workplace, tmp_path):
         (calibrate(composed("calibrate_vocab", *saved_pair(workplace), *more)) / FILE).read_text()
     )
     assert content["tokens"] == 58 * 6  # of 60 conversations two are held out; "aab" and "abc"
+    assert content["left_out"] == 0 and len(content["questions"]) == 64
 
 
 @pytest.mark.parametrize("size", [1, 10_000])

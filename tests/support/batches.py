@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Sequence
 from functools import cache
 
@@ -10,7 +11,6 @@ import pytest
 
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
-from specbench.decoding.kv_layout import AlignedLayout, RaggedLayout
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.scheduler import Scheduler
@@ -22,29 +22,18 @@ REQUESTS = 12
 
 
 class Static(Scheduler):
-    """A batch begins together, is aligned after every round, and the next one begins when its last row is done."""
-
-    def layout(self, cache) -> AlignedLayout:
-        return AlignedLayout(cache)
+    """A batch begins together, and the next one begins when its last row is done."""
 
     def joining(self, held: int) -> int:
         return self.slots if held == 0 else 0
 
 
 class Chaos(Scheduler):
-    """Runs any rows in any order, lets rows join whenever it likes, and lines up now and then."""
+    """Runs any rows in any order, and lets rows join whenever it likes."""
 
     def __init__(self, batch_size: int, rng: random.Random):
         super().__init__(batch_size)
         self.slots, self.rng = batch_size + rng.randint(0, 4), rng
-
-    def layout(self, cache) -> RaggedLayout:
-        kind = self.rng.random()
-        return (
-            RaggedLayout(cache)
-            if kind < 0.4
-            else AlignedLayout(cache, None if kind < 0.6 else self.rng.random())
-        )
 
     def joining(self, held: int) -> int:
         return self.slots if held == 0 else self.rng.randint(0, self.slots - held)
@@ -98,6 +87,22 @@ def assert_freed_places_are_filled_at_once(drafter: Drafter, scheduler: Schedule
     full = sum(1 / s.sequences for a in answers for s in a.steps if s.sequences == 4)
     assert rounds - full < 17, "only while the last rows end may places be empty"
     assert rounds == pytest.approx(round(rounds))
+
+
+def assert_the_seconds_of_all_rows_are_the_time_of_the_call(drafter: Drafter, scheduler: Scheduler) -> list:
+    """Returns all steps."""
+    pair, (requests, _) = random_pair("llama"), cases("llama")
+    engine = Engine(StagedModel(pair.target), drafter, frozenset(), scheduler)
+    begun = time.perf_counter()
+    answers = engine.generate(requests)
+    spent = time.perf_counter() - begun
+    assert 0.9 * spent < sum(answer.seconds for answer in answers) <= spent
+    for answer in answers:
+        parts = sum(
+            s.draft_seconds + s.verify_seconds + s.other_seconds + s.align_seconds for s in answer.steps
+        )
+        assert answer.seconds == pytest.approx(answer.prefill_seconds + parts)
+    return [s for a in answers for s in a.steps]
 
 
 def assert_static_batches_wait_for_their_last_row(drafter: Drafter, scheduler: Scheduler) -> None:

@@ -150,7 +150,7 @@ class ModelTree(ModelChain):
         token, below = batch.decoding.select(behind, batch.draws(1))
         probs = None if q is None else torch.cat([q, below.unsqueeze(1)], dim=1)
         tree = Tree.of(siblings.new_tensor([-1, -1, 0]), max_children=2)
-        return Draft(torch.cat([siblings, token.unsqueeze(1)], dim=1), probs, tree)
+        return Draft(torch.cat([siblings, token.unsqueeze(1)], dim=1), probs, tree=tree)
 
 
 class EarlyExit(Drafter):

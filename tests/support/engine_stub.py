@@ -63,6 +63,7 @@ FAULTS = {
     "goes on": "goes on after a stop token",
     "rejects": "drafts, and accepts nothing",
     "is plain": "does not draft",
+    "learns": "accepts all that it drafts",
     "adds": "reads a token more than it was given",
     "remembers": "keeps the prompt of an earlier request",
     "swallows": "decodes at a temperature of its own",
@@ -74,7 +75,11 @@ FAULTS = {
 def passes_of(stub: Stub, tokens: list[int], wrong: str) -> list[tuple[list[int], int]]:
     """The tokens of each pass, the prompt's first, and how many were drafted in it."""
     drafts = stub.drafts and wrong != "is plain"
-    passes, left, accepted = [(tokens[:1], 0)], tokens[1:], cycle(ACCEPTED)
+    passes, left, accepted = (
+        [(tokens[:1], 0)],
+        tokens[1:],
+        cycle((DRAFTED,) if wrong == "learns" else ACCEPTED),
+    )
     while left:
         n = 1 + (next(accepted) if drafts and wrong != "rejects" else 0)
         passes.append((left[:n], DRAFTED if drafts else 0))

@@ -49,7 +49,7 @@ def passes(target: StagedModel, ids: torch.Tensor) -> tuple[dict[str, torch.Tens
     tree = Tree.of(torch.tensor([-1, -1, 0, 2, 0, 3, 5]))
     nodes = torch.cat([rest[:, :1], ids[:, 3:4], rest[:, 1:3], ids[:, 4:5], rest[:, 3:]], dim=1)
     ctx = ForwardContext.nodes(PROMPT, tree.offsets()[0], tree.visible[0])
-    in_tree = target.verify(first, Draft(nodes, tree), caches.pop("tree"), ctx)
+    in_tree = target.verify(first, Draft(nodes, tree=tree), caches.pop("tree"), ctx)
     others = ids.flip(1)[:, PROMPT:]
     two = target.verify(
         torch.cat([others[:, :1], first]),

@@ -15,6 +15,7 @@ import torch
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.kv_cache import ForwardContext, KVCache
+from specbench.decoding.kv_layout import RaggedLayout
 from specbench.decoding.model.graphs import EagerRunner
 from specbench.decoding.model.layer_stack import attention_mask
 from specbench.decoding.sampling import SamplingParams
@@ -22,6 +23,7 @@ from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.slots import Slots
 from specbench.decoding.state import Batch, Draft, Prefill, Request, SequenceState
 from specbench.decoding.tree import Tree
+from tests.support.batches import Chaos
 from tests.support.drafters import branched
 
 VOCAB = 13
@@ -167,3 +169,14 @@ def run_schedules(seed: int, count: int, scheduler: Callable[[random.Random], Sc
 
 def expected_answers(requests: list[Request]) -> list[list[int]]:
     return [sequential(r.prompt, r.decoding.max_new_tokens, r.stop_ids) for r in requests]
+
+
+def assert_found(layout: type[RaggedLayout]) -> None:
+    """Many answers must be wrong with a faulty layout."""
+    rng, wrong = random.Random(5), 0
+    for _ in range(40):
+        scheduler, requests = Chaos(3, rng), any_requests(rng)
+        scheduler.layout = layout
+        answers = Engine(FakeTarget(), FakeDrafter(rng), frozenset(), scheduler).generate(requests)
+        wrong += [a.tokens for a in answers] != expected_answers(requests)
+    assert wrong > 5

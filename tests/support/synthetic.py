@@ -16,6 +16,7 @@ FACTS = {
     "target_pass_bytes": 1000,
     "dtype": "float32",
     "device": "cpu",
+    "processor": "EPYC",
     "bandwidth_bytes_per_second": 1e6,
     "noise": 1e-4,
     "weights": "pretrained",

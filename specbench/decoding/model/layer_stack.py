@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from specbench.decoding.cpu.compiled_layers import CompiledLayer
 from specbench.decoding.cpu.grouped_attention import fold_mask
-from specbench.decoding.model.sublayers import thinned
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Sequence
 
     from specbench.decoding.kv_cache import ForwardContext, KVCache
     from specbench.decoding.model.anatomy import Kind
@@ -63,18 +61,6 @@ class LayerStack:
     def is_compiled(self) -> bool:
         """Whether short passes have gone through compiled layers."""
         return any(layer.is_compiled for layer in self.compiled or ())
-
-    def without(
-        self, attention: Collection[int], mlp: Collection[int], mlp_gives_pair: Sequence[bool]
-    ) -> LayerStack:
-        """The same layers with some parts left out, see `thinned`."""
-        twin = copy.copy(self)
-        twin.compiled = None
-        twin.layers = [
-            thinned(layer, i in attention, i in mlp, pair)
-            for i, (layer, pair) in enumerate(zip(self.layers, mlp_gives_pair))
-        ]
-        return twin
 
     def run(
         self,

@@ -2,15 +2,14 @@
 
 It needs the anatomy that the decoder-only families share (token embedding, a list of layers, rotary or learned
 positions, a final norm, a head). What differs between families is read from the model and its config, see `anatomy`.
-`agreement.check_staged` compares the staged forward with the model's own once at load, so a family with another
-anatomy is refused instead of being measured wrongly. Draft models are driven by this same class.
+A run compares the staged forward with the model's own before it measures (`measure.agreement`), so a family with
+another anatomy is refused instead of being measured wrongly. Draft models are driven by this same class.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from functools import cached_property
 from inspect import signature
 from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
@@ -35,7 +34,7 @@ from specbench.decoding.model.anatomy import (
     logit_steps,
     window_of,
 )
-from specbench.decoding.model.cost import EXPERTS, experts_of, experts_wait, weight_bytes
+from specbench.decoding.model.cost import EXPERTS, Experts, experts_of, experts_wait, weight_bytes
 from specbench.decoding.model.fixed_shape import (
     kv_bucket,
     materialize,
@@ -46,12 +45,11 @@ from specbench.decoding.model.fixed_shape import (
 )
 from specbench.decoding.model.graphs import EagerRunner, GraphRunner, is_within, options_of
 from specbench.decoding.model.layer_stack import LayerStack
-from specbench.decoding.model.sublayers import PARTS, check_parts
 from specbench.decoding.state import NORMED, Draft, Prefill
 from specbench.system.errors import UserError
 
 if TYPE_CHECKING:  # a slow import, not needed to read `Drafter.needs`
-    from collections.abc import Callable, Collection, Hashable, Sequence
+    from collections.abc import Callable, Hashable, Sequence
 
     from transformers import PreTrainedModel
 
@@ -77,6 +75,8 @@ class StagedModel:
         runner: runs the passes of fixed shapes, and what drafters compute.
         fixed_shapes: whether passes after a prompt have fixed shapes: they are captured, or have a width.
         padding: entries after the last one of a sequence that `width` may write to.
+        layer_bytes: of the weights of each layer, routed experts apart.
+        experts: the routed ones of each layer, None where it has none.
 
     Raises:
         UserError: the model cannot be driven layer by layer.
@@ -127,12 +127,12 @@ class StagedModel:
             self._embedding_scale = getattr(self.config, EMBEDDING_SCALE, None) or 1.0
             self._logit_steps = logit_steps(self.config)
             self._counting = torch.arange(0)
-            self._experts = [experts_of(layer) for layer in base.layers]
-            self._layer_bytes = [
+            self.experts = [experts_of(layer) for layer in base.layers]
+            self.layer_bytes = [
                 weight_bytes(layer) - (0 if experts is None else experts.bytes)
-                for layer, experts in zip(base.layers, self._experts)
+                for layer, experts in zip(base.layers, self.experts)
             ]
-            self._has_experts = any(self._experts)
+            self._has_experts = any(self.experts)
             # Experts that are nowhere to be found would be counted as if every token read all of them.
             self._uncounted = not self._has_experts and any(getattr(self.config, name, 0) for name in EXPERTS)
             self._head_bytes = weight_bytes(self.norm) + weight_bytes(self.lm_head)
@@ -172,49 +172,24 @@ class StagedModel:
         """The layers."""
         return self.stack.layers
 
-    def without(self, attention: Collection[int], mlp: Collection[int]) -> StagedModel:
-        """This model with some parts of its layers left out, for drafting; it shares weights and caches.
+    def with_layers(
+        self, layers: Sequence[torch.nn.Module], layer_bytes: list[int], experts: list[Experts | None]
+    ) -> StagedModel:
+        """This model with other layers in place of its own, for drafting; it shares weights and caches.
 
-        Its passes are neither captured nor widened.
+        Its passes are neither captured nor widened, and its layers are not compiled.
 
         Args:
-            attention: layers whose attention is left out.
-            mlp: layers whose feed-forward part is left out.
-
-        Raises:
-            UserError: the layers do not have these parts as modules.
+            layers: as many.
+            layer_bytes: as the attribute.
+            experts: likewise.
         """
         twin = copy.copy(self)
         twin.runner, twin.fixed_shapes, twin.width, twin.padding = EagerRunner(), False, None, 0
-        twin.stack = self.stack.without(attention, mlp, self._mlp_gives_pair)
-        twin._experts = [None if i in mlp else experts for i, experts in enumerate(self._experts)]
-        twin._layer_bytes = [
-            0
-            if i in attention and i in mlp
-            else total - (i in attention) * attention_bytes - (i in mlp) * mlp_bytes
-            for i, (total, (attention_bytes, mlp_bytes)) in enumerate(
-                zip(self._layer_bytes, self._part_bytes)
-            )
-        ]
+        twin.stack = copy.copy(self.stack)
+        twin.stack.layers, twin.stack.compiled = [*layers], None
+        twin.layer_bytes, twin.experts = layer_bytes, experts
         return twin
-
-    @cached_property
-    @torch.inference_mode()
-    def _mlp_gives_pair(self) -> list[bool]:
-        """Of each layer, whether its feed-forward part returns more than states: only a call shows it."""
-        for layer in self.layers:
-            check_parts(layer)
-        states = self.embed(torch.zeros(1, 1, dtype=torch.int64, device=self.model.device))
-        return [isinstance(getattr(layer, PARTS[1])(states), tuple) for layer in self.layers]
-
-    @cached_property  # a search makes many models, and counting takes longer than making one
-    def _part_bytes(self) -> list[tuple[int, int]]:
-        """Bytes of the attention and of the feed-forward part of each layer, routed experts apart."""
-        parts = []
-        for layer, experts in zip(self.layers, self._experts):
-            attention_bytes, mlp_bytes = (weight_bytes(getattr(layer, name)) for name in PARTS)
-            parts.append((attention_bytes, mlp_bytes - (0 if experts is None else experts.bytes)))
-        return parts
 
     # -- what a pass costs -------------------------------------------------------------------------------------
 
@@ -225,10 +200,10 @@ class StagedModel:
         tied to it is read whole and is counted. Of routed experts those are counted that so many tokens are expected to
         choose, see `Experts`.
         """
-        read: float = sum(self._layer_bytes[lo:hi]) + head * self._head_bytes
+        read: float = sum(self.layer_bytes[lo:hi]) + head * self._head_bytes
         if self._has_experts:
-            read += sum(experts.read(tokens) for experts in self._experts[lo:hi] if experts is not None)
-        return math.nan if self._uncounted and self._layer_bytes[lo:hi] else read
+            read += sum(experts.read(tokens) for experts in self.experts[lo:hi] if experts is not None)
+        return math.nan if self._uncounted and self.layer_bytes[lo:hi] else read
 
     # -- stages ------------------------------------------------------------------------------------------------
 
@@ -378,7 +353,7 @@ class StagedModel:
         key: Hashable,
         function: Callable[..., Sequence[torch.Tensor]],
         *inputs: torch.Tensor,
-        entries: int | None = None,
+        entries: int = 0,
     ) -> Sequence[torch.Tensor]:
         """Runs a function of a batch; where passes are captured, as one graph with all passes in it.
 
@@ -392,7 +367,7 @@ class StagedModel:
             function: of a batch and of the inputs; it returns tensors, and changes nothing but `owner`. What it
                 reads beside its arguments stays the same and where it is for as long as `owner` is there.
             *inputs: tensors that differ from round to round.
-            entries: of the cache `owner`, after the known tokens, that its passes may attend to; None: it attends to
+            entries: of the cache `owner`, after the known tokens, that its passes may attend to; 0: it attends to
                 nothing.
 
         Returns:
@@ -400,7 +375,7 @@ class StagedModel:
         """
         if not isinstance(self.runner, GraphRunner) or not torch.is_inference_mode_enabled():
             return function(batch, *inputs)
-        kv_len = 0 if entries is None else kv_bucket(max(batch.lengths) + entries, owner.capacity)
+        kv_len = kv_bucket(max(batch.lengths) + entries, owner.capacity) if entries else 0
         drawn = [] if batch.uniforms is None else [batch.uniforms[: batch.size]]
 
         def on_tensors(

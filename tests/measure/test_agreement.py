@@ -11,10 +11,10 @@ import torch
 
 from specbench.decoding.device import place_weights
 from specbench.decoding.model import layer_stack
-from specbench.decoding.model.agreement import _checked_length, agreement, check_staged, own_ways, random_ids
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.state import Draft
 from specbench.measure import runner
+from specbench.measure.agreement import _checked_length, agreement, check_staged, own_ways, random_ids
 from specbench.measure.runner import prepare
 from specbench.models.pairs import load_pair
 from specbench.system.errors import UserError

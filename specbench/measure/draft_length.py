@@ -7,7 +7,7 @@ length of a tree is its number of levels.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -29,10 +29,15 @@ PRIOR_ACCEPTANCE = 0.7  # of a token before any was judged
 PRIOR_WEIGHT = 2.0  # and as how many judged tokens that counts
 
 
-class Rule(Protocol):
-    """Chooses draft lengths; `initial` is that of the first draft of an answer."""
+class Constant:
+    """Drafts of one length, and the base of the rules that choose another length after each draft.
 
-    initial: int
+    Args:
+        initial: length of the first draft of an answer.
+    """
+
+    def __init__(self, initial: int):
+        self.initial = initial
 
     def next_length(self, last: int, accepted: int, counts: np.ndarray) -> int:
         """The length after a draft of `last` tokens, of which `accepted` were accepted.
@@ -42,20 +47,10 @@ class Rule(Protocol):
             accepted: at most `last`.
             counts: [2] of the rule's own for the sequence, which it may change; zeros at the beginning of an answer.
         """
-
-
-class Constant:
-    """Drafts of one length."""
-
-    def __init__(self, length: int):
-        self.initial = length
-
-    def next_length(self, last: int, accepted: int, counts: np.ndarray) -> int:
-        """The same as before."""
         return self.initial
 
 
-class Adaptive:
+class Adaptive(Constant):
     """As transformers' `heuristic` schedule: two tokens more after a draft that was accepted whole, else one less.
 
     Args:
@@ -63,14 +58,15 @@ class Adaptive:
     """
 
     def __init__(self, longest: int):
-        self.longest, self.initial = longest, min(INITIAL, longest)
+        super().__init__(min(INITIAL, longest))
+        self.longest = longest
 
     def next_length(self, last: int, accepted: int, counts: np.ndarray) -> int:
         """Looks at the last draft alone."""
         return min(last + STEP, self.longest) if accepted >= last else max(last - 1, 1)
 
 
-class Goodput:
+class Goodput(Constant):
     """The length, of at least one, with the most expected tokens for the cost of a round.
 
     Tokens are taken to be accepted independently, with the share of a sequence's last rounds (Leviathan et al. 2023):
@@ -84,7 +80,7 @@ class Goodput:
     def __init__(self, longest: int, costs: Sequence[float]):
         self._costs = costs_by_length(costs, longest)[1:]
         self._powers = np.arange(longest + 1)
-        self.initial = self._best(PRIOR_ACCEPTANCE)
+        super().__init__(self._best(PRIOR_ACCEPTANCE))
 
     def next_length(self, last: int, accepted: int, counts: np.ndarray) -> int:
         """Looks at the last rounds, each counting less than the one after it."""
@@ -119,7 +115,7 @@ def listed_costs(costs: Mapping[int, float]) -> list[float] | None:
     return np.interp(range(lengths[-1] + 1), lengths, [costs[length] for length in lengths]).tolist()
 
 
-def make_rule(name: str, longest: int, costs: Sequence[float] | None) -> Rule:
+def make_rule(name: str, longest: int, costs: Sequence[float] | None) -> Constant:
     """The rule of `decoding.draft_length`; a constant length in place of goodput until there are costs.
 
     Args:
@@ -140,7 +136,7 @@ class VariableLength(WrappedDrafter):
         rule: chooses lengths.
     """
 
-    def __init__(self, inner: Drafter, rule: Rule):
+    def __init__(self, inner: Drafter, rule: Constant):
         super().__init__(inner)
         self.rule = rule
 

@@ -1,0 +1,85 @@
+"""What a drafter calls layers of its own with: a cache of their keys and values, and the angles of positions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from specbench.decoding.kv_cache import ForwardContext
+from specbench.decoding.model.layer_stack import attention_mask, rope_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Sequence
+
+    from methods.common.draft_layer import CachedLayer
+    from specbench.decoding.kv_cache import KVCache
+    from specbench.decoding.model.staged_model import StagedModel
+    from specbench.decoding.slots import Slots
+    from specbench.decoding.state import Batch
+    from specbench.decoding.tree import Tree
+
+
+class LayerCache:
+    """Keys and values of drafting layers for every sequence, and the angles of their positions.
+
+    Args:
+        layers: whose they are.
+        slots: of the sequences.
+        target: the model that verifies; its runner runs the passes.
+        extra: entries of each slot beyond the capacity of `slots`.
+
+    Attributes:
+        layout: of the sequences in the cache.
+    """
+
+    def __init__(self, layers: CachedLayer, slots: Slots, target: StagedModel, extra: int = 0):
+        self._target, capacity = target, slots.capacity + extra
+        self.layout = slots.cache(layers.new_cache(capacity, slots.count))
+        positions = torch.arange(capacity, device=slots.device).unsqueeze(0)
+        self._rope = layers.rope(positions, torch.empty(1, dtype=target.dtype, device=slots.device))
+
+    def run(
+        self,
+        batch: Batch,
+        key: Hashable,
+        function: Callable[..., Sequence[torch.Tensor]],
+        *inputs: torch.Tensor,
+        entries: int,
+    ) -> Sequence[torch.Tensor]:
+        """Runs a function that calls the layers, as `StagedModel.run_batch` with the cache as owner."""
+        return self._target.run_batch(batch, self.layout.cache, key, function, *inputs, entries=entries)
+
+    def arguments(
+        self,
+        batch: Batch,
+        states: torch.Tensor,
+        offset: int = 0,
+        tree: Tree | None = None,
+        masked: bool = True,
+    ) -> dict[str, Any]:
+        """What the layers are called with in a pass over states [b, n, d], beside these.
+
+        Args:
+            batch: the running sequences.
+            states: give size, dtype and device.
+            offset: of the first of them after the pending token, as in `RaggedLayout.place`.
+            tree: whose nodes they are, likewise.
+            masked: whether they attend; if not, keys and values are only written, and there is no mask.
+        """
+        ctx = self.layout.place(batch, states.shape[1], offset, tree)
+        return self._arguments(ctx, states, self.layout.cache, masked)
+
+    def prompt(self, slot: int, states: torch.Tensor, masked: bool = True) -> dict[str, Any]:
+        """The same for a prompt with states [1, n, d], whose keys and values fill a slot."""
+        n = states.shape[1]
+        cache = self.layout.prefill_view(slot, n)
+        return self._arguments(ForwardContext.consecutive(0, n), states, cache, masked)
+
+    def _arguments(
+        self, ctx: ForwardContext, states: torch.Tensor, cache: KVCache, masked: bool
+    ) -> dict[str, Any]:
+        b, n = states.shape[:2]
+        cache.begin_pass(0, cache.layers, ctx, b, n)
+        mask = {"attention_mask": attention_mask(ctx, n, states)} if masked else {}
+        return {"position_embeddings": rope_of(self._rope, ctx, n), "past_key_values": cache, **mask}

@@ -1,0 +1,103 @@
+"""A target with the attention or the feed-forward part of some of its layers left out."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from specbench.decoding.model.cost import weight_bytes
+from specbench.system.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from specbench.decoding.model.staged_model import StagedModel
+
+PARTS = ("self_attn", "mlp")  # of a layer, what families call its attention and its feed-forward part
+
+
+class _Nothing(torch.nn.Module):
+    """In place of a part of a layer: what it adds to the states is zero."""
+
+    def __init__(self, gives_pair: bool):
+        super().__init__()
+        self.gives_pair = gives_pair
+
+    def forward(self, hidden_states: torch.Tensor, *args: object, **kwargs: object) -> Any:
+        """Zeros like the states; in a pair as attention gives them: with the weights that nobody asks for."""
+        nothing = torch.zeros_like(hidden_states)
+        return (nothing, None) if self.gives_pair else nothing
+
+
+class _Unchanged(torch.nn.Module):
+    """In place of a whole layer."""
+
+    def forward(self, hidden_states: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        """The states as they come."""
+        return hidden_states
+
+
+class Sublayers:
+    """The sublayers of a target. A search makes many models: what all of them need is looked up once.
+
+    Args:
+        target: whose layers passed `check_parts`.
+    """
+
+    @torch.inference_mode()
+    def __init__(self, target: StagedModel):
+        self.target = target
+        layers: list[Any] = target.layers  # a family's own modules
+        states = target.embed(torch.zeros(1, 1, dtype=torch.int64, device=target.device))
+        # Whether a feed-forward part returns more than states: only a call shows it.
+        self._mlp_gives_pair = [isinstance(layer.mlp(states), tuple) for layer in layers]
+        # Of the attention and of the feed-forward part of each layer, routed experts apart.
+        routed = [0 if experts is None else experts.bytes for experts in target.experts]
+        self._bytes = [
+            (weight_bytes(layer.self_attn), weight_bytes(layer.mlp) - apart)
+            for layer, apart in zip(layers, routed)
+        ]
+
+    def without(self, attention: Collection[int], mlp: Collection[int]) -> StagedModel:
+        """The target without some of them, as `StagedModel.with_layers` makes it.
+
+        Args:
+            attention: layers whose attention is left out.
+            mlp: layers whose feed-forward part is left out.
+        """
+        target, layers, read = self.target, [], []
+        for i, (layer, pair) in enumerate(zip(target.layers, self._mlp_gives_pair)):
+            layers.append(thinned(layer, i in attention, i in mlp, pair))
+            attention_bytes, mlp_bytes = self._bytes[i]
+            left = target.layer_bytes[i] - (i in attention) * attention_bytes - (i in mlp) * mlp_bytes
+            read.append(0 if i in attention and i in mlp else left)
+        experts = [None if i in mlp else some for i, some in enumerate(target.experts)]
+        return target.with_layers(layers, read, experts)
+
+
+def check_parts(layer: torch.nn.Module) -> None:
+    """Raises UserError unless a layer has its attention and its feed-forward part as modules, named as in PARTS."""
+    if not all(isinstance(getattr(layer, name, None), torch.nn.Module) for name in PARTS):
+        raise UserError(f"a {type(layer).__name__} has no {' and '.join(PARTS)} that could be left out")
+
+
+def thinned(layer: torch.nn.Module, attention: bool, mlp: bool, mlp_gives_pair: bool) -> torch.nn.Module:
+    """A layer without some of its parts, sharing the weights of the others.
+
+    Args:
+        layer: of a model, as `lean_copy` makes it.
+        attention: whether its attention is left out.
+        mlp: whether its feed-forward part is.
+        mlp_gives_pair: whether that part returns states and scores, as a router's does in some families.
+    """
+    if not attention and not mlp:
+        return layer
+    if attention and mlp:
+        return _Unchanged()
+    twin = copy.copy(layer)
+    left_out = {"self_attn": _Nothing(True)} if attention else {"mlp": _Nothing(mlp_gives_pair)}
+    twin.__dict__.update(left_out)
+    twin.__dict__["_modules"] = layer._modules | left_out
+    return twin
