@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from specbench.decoding.drafter import Needs
 
 GROUPS = ("method", "drafter", "pair", "vocab", "data", "task", "decoding", "engine", "tracker")
+BY_THE_RUN = {"pair", "drafter", "threads", "batch_size"}  # what an engine is made with beside its settings
 KEYS = {
     "batch_size": Count,
     "pool": Count,
@@ -202,7 +203,7 @@ def check_engine(cfg: DictConfig, spec: RunSpec) -> None:
         cls = pkgutil.resolve_name(target)
     except (ImportError, AttributeError, ValueError) as error:
         raise UserError(f"engine._target_={target} cannot be imported: {one_line(error)}") from error
-    takes = set(inspect.signature(cls).parameters)
+    takes = set(inspect.signature(cls).parameters) - BY_THE_RUN
     for key in values.parameters(spec.engine):
         if key not in takes:
             raise UserError(f"engine {name} has no parameter '{key}': {suggest(key, takes)}")
@@ -211,11 +212,15 @@ def check_engine(cfg: DictConfig, spec: RunSpec) -> None:
             f"engine {name} does not draft as {spec.drafter['name']}: {suggest(spec.drafter['name'], drafts)}; "
             f"or say how it does with +engine.speculative.{spec.drafter['name']}={{...}}"
         )
-    ours = cfg.vocab.name != "full" or cfg.decoding.verify_width is not None
-    if ours or cfg.decoding.draft_length != values.CONSTANT:
-        raise UserError(
-            f"engine {name} knows none of vocab=trim, decoding.verify_width and decoding.draft_length: leave them out"
-        )
+    decoding = cfg.decoding
+    ours = {
+        "vocab=trim": cfg.vocab.name != "full",
+        "decoding.verify_width": decoding.verify_width is not None,
+        "decoding.draft_length": decoding.draft_length != values.CONSTANT,
+        "decoding.verification": decoding.verification != values.TOKEN,
+    }
+    if chosen := [key for key, is_set in ours.items() if is_set]:
+        raise UserError(f"engine {name} does not know {', '.join(chosen)}: leave it out")
 
 
 def check_batch(cfg: DictConfig, spec: RunSpec) -> None:

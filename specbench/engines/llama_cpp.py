@@ -37,7 +37,7 @@ class LlamaCpp(ServedEngine):
         batch_size: requests that a server is given at once.
 
     Raises:
-        UserError: The engine is not installed, or a model cannot become a GGUF file.
+        UserError: A model cannot become a GGUF file.
     """
 
     def __init__(

@@ -41,9 +41,6 @@ class OpenAI(ServedEngine):
         start_seconds: to wait until they are ready.
         answer_seconds: without an event, after which a server counts as hung.
         batch_size: requests that a server is given at once.
-
-    Raises:
-        UserError: A URL is missing, or the dialect unknown.
     """
 
     def __init__(
@@ -51,8 +48,8 @@ class OpenAI(ServedEngine):
         pair: Pair,
         drafter: Mapping[str, Any],
         threads: int,
-        plain_url: str | None,
-        speculative_url: str | None,
+        plain_url: str,
+        speculative_url: str,
         speculative: dict | None,
         dialect: str = "openai",
         model: str | None = None,
@@ -62,13 +59,19 @@ class OpenAI(ServedEngine):
         batch_size: int = 1,
     ):
         urls = {PLAIN: plain_url, SPECULATIVE: speculative_url}
-        for name, url in urls.items():
-            if not url or not _is_url(url):
-                raise UserError(f"set engine.{name}_url to the {name} server, such as http://127.0.0.1:8000")
-        if dialect not in DIALECTS:
-            raise UserError(f"unknown engine.dialect '{dialect}': {suggest(dialect, DIALECTS)}")
-        servers = {name: Server(name, url or "", seconds=start_seconds) for name, url in urls.items()}
+        servers = {name: Server(name, url, seconds=start_seconds) for name, url in urls.items()}
         super().__init__(pair, servers, dialect, answer_seconds, batch_size)
         if model is not None and dialect == "openai":
             self.dialect = partial(openai, model=model)
         self.version = version
+
+    @classmethod
+    def check(cls, settings: Mapping[str, Any], drafter: Mapping[str, Any], batch_size: int) -> None:
+        """As of every engine. Raises UserError where a URL is missing, or the dialect unknown, too."""
+        super().check(settings, drafter, batch_size)
+        for name in (PLAIN, SPECULATIVE):
+            url = settings.get(f"{name}_url")
+            if not url or not _is_url(url):
+                raise UserError(f"set engine.{name}_url to the {name} server, such as http://127.0.0.1:8000")
+        if (dialect := settings["dialect"]) not in DIALECTS:
+            raise UserError(f"unknown engine.dialect '{dialect}': {suggest(dialect, DIALECTS)}")

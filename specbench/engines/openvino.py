@@ -47,8 +47,7 @@ class OpenVINO(ServedEngine):
         batch_size: requests that a server is given at once: 1.
 
     Raises:
-        UserError: The engine is not installed, a model cannot become a GGUF file, there is a batch, or the scheduler
-            keeps prompts.
+        UserError: A model cannot become a GGUF file, or there is no draft model where one drafts.
     """
 
     def __init__(
@@ -65,14 +64,8 @@ class OpenVINO(ServedEngine):
         answer_seconds: float = 120.0,
         batch_size: int = 1,
     ):
-        if batch_size > 1:
-            raise UserError("engine openvino is asked for one answer at a time: leave batch_size out")
         properties = dict(plain)
         scheduler = properties.pop("scheduler", {})
-        if scheduler.get(CACHING, True):
-            raise UserError(
-                f"a scheduler that keeps prompts makes second answers faster: engine.plain.scheduler.{CACHING}=false"
-            )
         program = Path(python) if python else interpreter("openvino", install)
         self.version = install["requirements"][-1]
         self.same_weights = target is None and _fits(pair.target)
@@ -102,6 +95,17 @@ class OpenVINO(ServedEngine):
             for arm, settings in ((PLAIN, every), (SPECULATIVE, every | drafts))
         }
         super().__init__(pair, servers, "openai", answer_seconds, batch_size)
+
+    @classmethod
+    def check(cls, settings: Mapping[str, Any], drafter: Mapping[str, Any], batch_size: int) -> None:
+        """As of every engine. Raises UserError for a batch, and for a scheduler that keeps prompts, too."""
+        super().check(settings, drafter, batch_size)
+        if batch_size > 1:
+            raise UserError("engine openvino is asked for one answer at a time: leave batch_size out")
+        if settings["plain"].get("scheduler", {}).get(CACHING, True):
+            raise UserError(
+                f"a scheduler that keeps prompts makes second answers faster: engine.plain.scheduler.{CACHING}=false"
+            )
 
 
 def _as_file(pair: Pair, model: PreTrainedModel, what: str) -> Path:

@@ -18,7 +18,9 @@ from specbench.decoding.stop import truncate_at_stop
 from specbench.decoding.trace import Generation, Step, counted
 from specbench.engines.client import EngineError
 from specbench.engines.dialects import DIALECTS
+from specbench.engines.environments import interpreter
 from specbench.system.errors import JobError, UserError
+from specbench.system.paths import existing_file
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -30,6 +32,9 @@ if TYPE_CHECKING:
     from specbench.models.pairs import Pair
 
 RESTARTS = 3  # of a server in a run, before it is given up
+REMEMBERS = (
+    0.9  # of the passes of first answers: with fewer for the same answers again, drafts come from memory
+)
 PLAIN, SPECULATIVE = "plain", "speculative"
 
 
@@ -66,6 +71,24 @@ class ServedEngine:
         self.dialect = DIALECTS[dialect]
         self.faults: list[str] = []
         self._target_bytes: int | None = None
+
+    @classmethod
+    def check(cls, settings: Mapping[str, Any], drafter: Mapping[str, Any], batch_size: int) -> None:
+        """Refuses what cannot be measured whatever the models are, before one is loaded.
+
+        Args:
+            settings: of the engine, as conf/engine/ has them.
+            drafter: configuration of what the speculative server drafts as.
+            batch_size: requests that a server is given at once.
+
+        Raises:
+            UserError: The engine is not installed, or a file that is named is not there.
+        """
+        if settings.get("install") and not settings.get("python"):
+            interpreter(settings["name"], settings["install"])
+        for name in ("target", "draft"):
+            if settings.get(name):
+                existing_file(settings[name])
 
     def open(self, prompts: Sequence[Request]) -> None:
         """Starts both servers, and asks them what must be known before anything is timed.
@@ -220,6 +243,7 @@ class ServedEngine:
         Greedy answers show that drafts are accepted; drawn ones may be wrong for another reason.
         """
         speculative: list[TargetPass] = []
+        of_second_answers = 0
         for name in (PLAIN, SPECULATIVE):
             _check_read(name, self._reply(name, requests[0]), requests[0])
         for drawn in requests:
@@ -237,7 +261,13 @@ class ServedEngine:
             if again.tokens != replies[PLAIN].tokens:
                 self.faults.append("plain: two answers to one prompt differ")
             speculative += replies[SPECULATIVE].passes[1:]
+            of_second_answers += len(self._reply(SPECULATIVE, request).passes[1:])
         self._check_drafts(speculative)
+        if of_second_answers < REMEMBERS * len(speculative):
+            self.faults.append(
+                f"{SPECULATIVE}: it remembers answers ({len(speculative)} passes at first, {of_second_answers} for the "
+                "same again): repeats, and turns that are measured again, flatter it"
+            )
 
     @staticmethod
     def _check_drafts(passes: list[TargetPass]) -> None:

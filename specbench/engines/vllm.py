@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,13 +29,9 @@ if TYPE_CHECKING:
 
     from specbench.models.pairs import Pair
 
-# What its processes are told: no network, no reports of use, one GiB of keys and values on a CPU.
-ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-}
+# What its processes are told: no network, no reports of use; where the user says nothing, one GiB of keys and values.
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+CACHE_SPACE = "VLLM_CPU_KVCACHE_SPACE"
 PROPOSER = "specbench.engines.vllm_proposer.Proposer"
 EXPORTED = "exported"  # set where the model is what `Drafter.export` writes
 PRELOADED = ("lib/libiomp5.so",)  # of the environment, where it is there: vLLM's threads want it
@@ -58,7 +55,7 @@ class Vllm(ServedEngine):
         batch_size: requests that a server is given at once.
 
     Raises:
-        UserError: The engine is not installed, or a drafter cannot draft inside it.
+        UserError: A drafter has nothing that vLLM reads.
     """
 
     def __init__(
@@ -79,11 +76,11 @@ class Vllm(ServedEngine):
         # First of all: a drafter may lay the target's weights out anew.
         folder = as_folder(pair.target, pair.tokenizer, f"{pair.name}-target")
         drafts = dict(speculative[drafter["name"]])
-        environment = dict(ENVIRONMENT)
+        environment = ENVIRONMENT | {CACHE_SPACE: os.environ.get(CACHE_SPACE, "1")}
         if drafts.pop(EXPORTED, False):
             drafts["model"] = str(as_part(make_drafter(drafter, pair=pair), f"{pair.name}-{drafter['name']}"))
         elif drafts.pop(OWN_CODE, False):
-            environment |= {"PYTHONPATH": str(_importable()), DRAFTER: json.dumps(_of_text(drafter))}
+            environment |= {"PYTHONPATH": str(_importable()), DRAFTER: json.dumps(drafter)}
             longest = drafter["max_draft_tokens"]
             drafts = {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": longest}
         elif "model" in drafts:
@@ -128,9 +125,16 @@ class Vllm(ServedEngine):
         }
         super().__init__(pair, servers, "openai", answer_seconds, batch_size)
 
+    @classmethod
+    def check(cls, settings: Mapping[str, Any], drafter: Mapping[str, Any], batch_size: int) -> None:
+        """As of every engine. Raises UserError for a drafter of this project's that cannot draft inside vLLM, too."""
+        super().check(settings, drafter, batch_size)
+        if settings["speculative"][drafter["name"]].get(OWN_CODE):
+            _check_text_alone(drafter)
 
-def _of_text(drafter: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The configuration of a drafter that can draft inside vLLM. Raises UserError for another one."""
+
+def _check_text_alone(drafter: Mapping[str, Any]) -> None:
+    """Raises UserError for a drafter that needs more than the text of one answer."""
     name, (memory, lasting) = drafter["name"], LEARNS
     if not needs_of(drafter).text_alone:
         raise UserError(f"{name} needs models or states: engine vllm drafts so with code of its own alone")
@@ -138,7 +142,6 @@ def _of_text(drafter: Mapping[str, Any]) -> Mapping[str, Any]:
         raise UserError(
             f"inside vLLM {name} knows one answer at a time: leave out {memory}={lasting} and {WARM}"
         )
-    return drafter
 
 
 def _importable() -> Path:

@@ -121,7 +121,6 @@ class Row:
             [sequence],
             [sequence.length],
             [limit],
-            limit,
             self.drafter.max_nodes or limit,
             torch.zeros(1, 1, dtype=torch.int64),
             sequence.request.decoding,

@@ -66,6 +66,15 @@ class Setup:
         """The arm that every answer is compared with."""
         return SINGLE if SINGLE in self.arms else BASELINE
 
+    @property
+    def judged(self) -> list[tuple[str, str]]:
+        """What a record calls a certificate, and the arm that it is of."""
+        of_baseline = [arm for arm in (HF, OWN_LOOP) if arm in self.arms]
+        if SINGLE in self.arms and not of_baseline:
+            of_baseline = [BASELINE]
+        judged = [("equivalence", METHOD), *(("baseline_equivalence", arm) for arm in of_baseline)]
+        return [*judged, *([("again_equivalence", AGAIN)] if AGAIN in self.arms else [])]
+
     def answers(self, arm: str, requests: list[Request]) -> list[Generation]:
         """What an arm answers, at once."""
         return exhaust(self.arms[arm](requests))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm
 
 from specbench.decoding.trace import Clock, Generation, Step
-from specbench.measure.arms import AGAIN, BASELINE, HF, METHOD, OWN_LOOP
+from specbench.measure.arms import BASELINE, METHOD
 from specbench.system.errors import JobError, one_line
 
 if TYPE_CHECKING:
@@ -26,14 +26,6 @@ if TYPE_CHECKING:
     from specbench.measure.certify import Certifier
     from specbench.measure.conductor import Conductor
     from specbench.measure.protocol import Protocol
-
-
-# What a record calls the certificate of an arm's answer.
-JUDGED = (
-    ("equivalence", METHOD),
-    *(("baseline_equivalence", arm) for arm in (HF, OWN_LOOP)),
-    ("again_equivalence", AGAIN),
-)
 
 
 @dataclass(slots=True)
@@ -105,19 +97,18 @@ class Bench:
         records: dict[int, dict] = {}
         for i, (number, by_arm) in enumerate(requests.items()):
             attempts = {name: [attempt.answers[name][i] for attempt in measured.attempts] for name in order}
-            prompt = by_arm[BASELINE].prompt
+            prompt = by_arm[self.setup.reference].prompt
             records[number] = record = {
                 "turn": turn,
                 "prompt_tokens": len(prompt),
                 "prompt_sha256": hashlib.sha256(repr(prompt).encode()).hexdigest(),
-                "arms": {name: [_journal(measured.answers[name][i])] for name in order},
+                "arms": {name: [_journal(by_arm[name], measured.answers[name][i])] for name in order},
                 "machine": measured.machine,  # that of the whole pool
                 "baseline_equivalence": None,
             }
             first = self.certifier.first_answer(number, repeat, record)
-            for key, arm in JUDGED:
-                if arm in order:
-                    record[key] = asdict(self.certifier.judge(arm, by_arm, attempts, first))
+            for key, arm in self.setup.judged:
+                record[key] = asdict(self.certifier.judge(arm, by_arm, attempts, first))
             if self.setup.served is not None and not self.protocol.decoding.greedy:
                 record["likelihood"] = {
                     arm: asdict(self.certifier.likelihood(by_arm[arm], measured.answers[arm][i].tokens))
@@ -166,9 +157,10 @@ def _record(question: Question, pool: int, repeat: int, turns: list[dict], error
     }
 
 
-def _journal(generation: Generation) -> dict:
-    """A generation as the journal holds it: steps by column."""
+def _journal(request: Request, generation: Generation) -> dict:
+    """A generation as the journal holds it: steps by column, and how long the arm's own prompt was."""
     columns = {name: [getattr(step, name) for step in generation.steps] for name in Step.__dataclass_fields__}
     columns["stats"] = [stats or None for stats in columns["stats"]]
     fields = ("tokens", "prefill_seconds", "seconds", "finish")
-    return {name: getattr(generation, name) for name in fields} | {"steps": columns}
+    of_generation = {name: getattr(generation, name) for name in fields}
+    return {"prompt_tokens": len(request.prompt)} | of_generation | {"steps": columns}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from specbench.config.spec import POOL
 from specbench.decoding.sampling import TARGET, position_draws
 from specbench.decoding.stop import truncate_at_stop
-from specbench.measure.arms import BASELINE, HF
+from specbench.measure.arms import AGAIN, BASELINE, HF
 from specbench.measure.likelihood import Likelihood, likelihood
 from specbench.measure.metrics.metrics import VERDICTS
 from specbench.measure.numeric_noise import (
@@ -106,6 +106,9 @@ class Certifier:
     ) -> Certificate:
         """The worst certificate of an arm's answers to a question, and of the reference's, against the first answer.
 
+        Of another engine, later answers of the reference are judged with the arm that answers plainly again: where they
+        differ, the engine is not stable, whatever the method does.
+
         Not judged are answers to other prompts, and such that are drawn with other numbers than the reference's: those
         of transformers, and of a drafter that draws.
 
@@ -128,7 +131,9 @@ class Certifier:
             draws = position_draws(request.seed, decoding.max_new_tokens, 1, setup.pair.device)
             return drawn_margin(logits, other, decoding, float(draws[index, TARGET]))
 
-        judged = {arm, setup.reference} | ({BASELINE} if arm == HF else set())
+        judged = {arm} | ({BASELINE} if arm == HF else set())
+        if setup.served is None or arm == AGAIN:
+            judged.add(setup.reference)
         texts = {tuple(answer.tokens) for name in judged for answer in answers[name]}
         stop_ids = setup.pair.stop_ids
         certificates = [
@@ -164,7 +169,8 @@ class Certifier:
     def _noise_of_shapes(self) -> float:
         """Between passes of ours of different shapes."""
         setup = self.setup
-        noise = shape_noise(setup.target, self._samples, trees=setup.drafter.max_nodes > 0)
+        trees = setup.drafter.max_nodes > 0
+        noise = shape_noise(setup.target, self._samples, trees, setup.verify_tokens)
         if setup.spec.unit == POOL:
             noise = max(noise, batch_noise(setup.target, self._samples, setup.spec.batch_size))
         return noise

@@ -106,7 +106,8 @@ class Conductor:
         @contextmanager
         def watched(number: int) -> Iterator[None]:
             name = order[number]
-            counts_memory = name == METHOD and self.setup.spec.unit == POOL
+            in_process = self.setup.served is None  # a server's memory is not this process's
+            counts_memory = name == METHOD and self.setup.spec.unit == POOL and in_process
             if counts_memory:
                 provenance.reset_peak_memory(device)
             before = self.watch.read()

@@ -17,12 +17,12 @@ from specbench.decoding.state import Draft
 from specbench.decoding.tree import Tree
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from specbench.decoding.model.staged_model import StagedModel
     from specbench.decoding.sampling import SamplingParams
 
-BLOCKS = (2, 4, 6, 8)  # rows per verification pass that are compared with one row
+BLOCKS = (2, 4, 6, 8)  # rows per verification pass that are compared with one row, beside the widest one
 ENGINE_NOISE = 0.5  # logits: what another engine departs by at the most, if rounding is the reason
 NOT_ROUNDING = 4  # times the change in the model's own forward; on CPUs ours is 1.0 to 1.5 times as large
 
@@ -43,12 +43,15 @@ def forced_logits(target: StagedModel, prompt: list[int], answer: list[int], blo
 
 
 @torch.inference_mode()
-def tree_logits(target: StagedModel, prompt: list[int], answer: list[int]) -> torch.Tensor:
+def tree_logits(
+    target: StagedModel, prompt: list[int], answer: list[int], widest: int = max(BLOCKS)
+) -> torch.Tensor:
     """As `forced_logits`, each token being a tree's last node, after siblings that it does not see.
 
+    The pass has `widest` rows, or the target's width, if that is less.
     Its keys and values then lie at a later entry than in a chain, and attention adds them up in another order.
     """
-    n = min(max(BLOCKS), target.width or max(BLOCKS))  # the token's parent, siblings, and itself
+    n = min(widest, target.width or widest)  # the token's parent, siblings, and itself
     tree = Tree.of(torch.full((n - 1,), -1, device=target.device))
     ids = torch.tensor([prompt + answer], device=target.device)
     cache = target.new_cache(ids.shape[1] + n + target.padding)
@@ -85,7 +88,10 @@ def drawn_margin(logits: torch.Tensor, other: int, decoding: SamplingParams, uni
 
 
 def shape_noise(
-    target: StagedModel, samples: list[tuple[list[int], list[int]]], trees: bool = False
+    target: StagedModel,
+    samples: list[tuple[list[int], list[int]]],
+    trees: bool = False,
+    widest: int = max(BLOCKS),
 ) -> float:
     """Twice the largest change, between block shapes, of the distance of the target's first two choices.
 
@@ -97,22 +103,24 @@ def shape_noise(
         target: Whose passes are compared.
         samples: (prompt, answer) token ids.
         trees: also compare a tree's nodes, which lie at other entries of the cache than the tokens of a chain.
+        widest: rows of the widest pass in use: weights may have another layout in it.
 
     Returns:
         Logits; 0 where all passes have one width and there are no trees.
     """
+    blocks = {*BLOCKS, widest}
     firsts = [first_two(target, prompt, answer) for prompt, answer in samples]
     ours = max(
         change(forced_logits(target, prompt, answer, n), top, gap)
         for (prompt, answer), (top, gap) in zip(samples, firsts)
-        for n in BLOCKS
+        for n in blocks
     )
     if trees:
-        passes = (tree_logits(target, *sample) for sample in samples)
+        passes = (tree_logits(target, *sample, max(blocks)) for sample in samples)
         ours = max(ours, *(change(logits, *first) for logits, first in zip(passes, firsts)))
     if ours == 0.0 and not trees:
         return 0.0
-    model, step = model_change(target, samples, firsts)
+    model, step = model_change(target, samples, firsts, blocks)
     largest = ours if ours <= NOT_ROUNDING * model else model
     # At one width few nodes of trees round otherwise, and short samples may hold none of them.
     return 2 * (max(largest, step) if trees else largest)
@@ -163,6 +171,7 @@ def model_change(
     target: StagedModel,
     samples: list[tuple[list[int], list[int]]],
     firsts: list[tuple[torch.Tensor, torch.Tensor]],
+    blocks: Collection[int] = BLOCKS,
 ) -> tuple[float, float]:
     """The largest change, between block shapes of the model's own forward, of the distance of the first two choices.
 
@@ -172,6 +181,7 @@ def model_change(
         target: whose model it is.
         samples: as in `shape_noise`.
         firsts: what `first_two` gives for each.
+        blocks: rows of the passes that are compared with one row.
 
     Returns:
         That change, in logits; a step of the dtype at the largest logit.
@@ -181,7 +191,7 @@ def model_change(
         single = forced_rows(target, prompt, answer, 1, 1)[0]
         step = max(step, torch.finfo(target.dtype).eps * single.abs().max().item())
         gap = single.gather(-1, top).diff()
-        model = max(model, *(change(forced_rows(target, prompt, answer, n, 1)[0], top, gap) for n in BLOCKS))
+        model = max(model, *(change(forced_rows(target, prompt, answer, n, 1)[0], top, gap) for n in blocks))
     return max(model, step), step
 
 

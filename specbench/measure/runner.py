@@ -26,18 +26,18 @@ from specbench.config.spec import POOL, RunSpec
 from specbench.data.questions import find_questions_file, load_questions, warmup_questions
 from specbench.data.warm_start import warm_record
 from specbench.decoding.cpu import native
-from specbench.decoding.draft_length import VariableLength, make_rule
 from specbench.decoding.drafter import Drafter, make_drafter
 from specbench.decoding.engine import Engine
-from specbench.decoding.model.agreement import check_staged
 from specbench.decoding.model.anatomy import name_of
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.trace import counted
+from specbench.measure.agreement import check_staged
 from specbench.measure.arms import BASELINE, HF, METHOD, SINGLE, Arm, FastestOf, Setup, generate_arm
 from specbench.measure.bench import Bench, attempt
 from specbench.measure.certify import Certifier
 from specbench.measure.conductor import Conductor
+from specbench.measure.draft_length import VariableLength, make_rule
 from specbench.measure.machine import provenance
 from specbench.measure.machine.speed import Probes
 from specbench.measure.metrics.statistics import Speedup
@@ -235,7 +235,14 @@ class Job:
                 setup.served.faults[:0] = facts_before["engine"]["faults"]
         # Another engine may draft with a file of its own.
         draft = None if setup.served is not None else setup.spec.needs.draft_of(self.cfg.pair)
-        run_facts = facts(bench) | {"layouts": layouts, "speed": speed, "round_costs": costs, "draft": draft}
+        run_facts = facts(bench) | {
+            "layouts": layouts,
+            "speed": speed,
+            "round_costs": costs,
+            "draft": draft,
+            "questions": collected["questions"]["sha256"],
+            "processor": provenance.processor(collected["machine"], str(setup.pair.device)),
+        }
         write_json(self.run_dir / store.FACTS, run_facts)
         return run_facts, probes
 

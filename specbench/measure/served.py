@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from specbench.data.questions import warmup_questions
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
-from specbench.decoding.model.agreement import check_staged
 from specbench.decoding.sampling import SamplingParams
+from specbench.measure.agreement import check_staged
 from specbench.measure.arms import AGAIN, BASELINE, METHOD, OWN_LOOP, SINGLE, Setup
 from specbench.measure.bench import Bench
 from specbench.measure.certify import Certifier
@@ -21,8 +21,8 @@ from specbench.measure.conductor import Conductor
 from specbench.measure.machine import provenance
 from specbench.measure.protocol import Protocol
 from specbench.models.pairs import load_pair, pair_for
-from specbench.system.processes import own_cores
 from specbench.system.settings import parameters
+from specbench.system.threads import use_threads
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -39,11 +39,12 @@ def prepare_served(cfg: DictConfig, spec: RunSpec) -> Bench:
         UserError: They do not start, or do not do what a measurement rests on.
     """
     assert spec.engine is not None
+    make = pkgutil.resolve_name(spec.engine["_target_"])
+    make.check(spec.engine, spec.drafter, spec.batch_size)
     needs = spec.needs
     pair_cfg = pair_for(cfg.pair, needs)
     pair = load_pair(pair_cfg, cfg.seed, with_draft=needs.draft_model)
-    threads = cfg.threads or len(own_cores())
-    make = pkgutil.resolve_name(spec.engine["_target_"])
+    threads = use_threads(cfg.threads, None).threads  # of the servers and of our loop alike
     chosen = {"drafter": spec.drafter, "threads": threads, "batch_size": spec.batch_size}
     served = make(pair=pair, **chosen, **parameters(spec.engine))
     check_staged(pair.staged, pair.sample_ids())  # after the models were written: it lays their weights out

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from specbench.decoding.cpu import autotune
-from specbench.decoding.draft_length import Constant, VariableLength
 from specbench.decoding.model.graphs import GraphRunner
 from specbench.measure.arms import BASELINE, METHOD, SINGLE
+from specbench.measure.draft_length import Constant, VariableLength
 from specbench.system import threads
 
 if TYPE_CHECKING:
@@ -44,7 +44,8 @@ def end_requests(protocol: Protocol, tokens: int) -> list[Request]:
 def choose_threads(setup: Setup, protocol: Protocol, requested_threads: int | None) -> threads.Threads:
     """Sets torch's threads for all arms: as asked, or as many as baseline and method together are fastest with.
 
-    It is measured on the first warm-up question (batches: on as many as fill one).
+    It is measured on the first warm-up question (batches: on as many as fill one). Servers of another engine have the
+    threads that they were started with: nothing is measured then.
     """
     requests = filled(setup, protocol.warm_up_requests(TOKENS))[: setup.spec.batch_size]
     setup.set_reference_answers(requests)
@@ -53,8 +54,8 @@ def choose_threads(setup: Setup, protocol: Protocol, requested_threads: int | No
         for name in (BASELINE, METHOD):
             setup.answers(name, requests)
 
-    on_cpu = setup.pair.device.type == "cpu"
-    return threads.use_threads(requested_threads, work if on_cpu else None, lambda: choose_layouts(setup))
+    matters = setup.pair.device.type == "cpu" and setup.served is None
+    return threads.use_threads(requested_threads, work if matters else None, lambda: choose_layouts(setup))
 
 
 def choose_layouts(setup: Setup, chosen: dict | None = None) -> dict:

@@ -92,18 +92,24 @@ def test_weights_that_float16_does_not_hold_are_others(told, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("method", "settings", "said"),
+    ("settings", "batch_size", "said"),
     [
-        ("sps", {}, "set pair.draft"),
-        ("pld", {"batch_size": 2}, "one answer at a time"),
-        ("pld", {"target": "/none.gguf"}, "no file"),
-        ("pld", {"plain": {"scheduler": {}}}, "keeps prompts"),
-        ("pld", {"plain": {"scheduler": {"enable_prefix_caching": True}}}, "keeps prompts"),
+        ({}, 2, "one answer at a time"),
+        ({"target": "/none.gguf"}, 1, "no file"),
+        ({"plain": {"scheduler": {}}}, 1, "keeps prompts"),
+        ({"plain": {"scheduler": {"enable_prefix_caching": True}}}, 1, "keeps prompts"),
+        ({"python": None, "install": {"requirements": ["none"]}}, 1, "engine openvino is not installed"),
     ],
 )
-def test_what_it_cannot_do_is_refused(told, method, settings, said):
+def test_what_it_cannot_do_is_refused_before_a_model_is_loaded(settings, batch_size, said):
+    every = {"name": "openvino", "plain": {"scheduler": SCHEDULER}, "python": "python3"} | settings
     with pytest.raises(UserError, match=said):
-        told(method, **settings)
+        OpenVINO.check(every, {"name": "pld"}, batch_size)
+
+
+def test_drafting_with_a_model_wants_one(told):
+    with pytest.raises(UserError, match="set pair.draft"):
+        told("sps")
 
 
 # -- the script, in a world where OpenVINO is installed

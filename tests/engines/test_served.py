@@ -192,6 +192,15 @@ class TestHandshake:
             engine.open([request()])
         assert any("differ" in fault for fault in engine.faults)
 
+    def test_an_engine_that_remembers_answers_is_named(self, pair, dialect):
+        """Measured again, it would repeat what it said."""
+        learns = Stub(counting, drafts=True, fault="learns", after=2)
+        with serving(Stub(counting), learns) as urls:
+            engine = engine_of(pair, urls, dialect)
+            engine.open([request()])
+        [fault] = engine.faults
+        assert "it remembers answers (7 passes at first, 4 for the same again)" in fault
+
 
 def test_what_only_one_dialect_tells(pair):
     with (
@@ -256,7 +265,7 @@ def test_an_answer_that_goes_on_after_a_stop_token_is_refused(pair):
 
 @pytest.mark.parametrize("fault", ["refuses", "hangs", "cuts", "half"])
 def test_a_server_of_somebody_else_that_fails_ends_the_run(pair, fault):
-    stub = Stub(counting, drafts=True, fault=fault, after=3)
+    stub = Stub(counting, drafts=True, fault=fault, after=4)
     with serving(Stub(counting), stub) as urls:
         engine = engine_of(pair, urls, "llama_cpp")
         engine.open([request()])
@@ -269,7 +278,7 @@ def test_a_server_of_somebody_else_that_fails_ends_the_run(pair, fault):
 @pytest.mark.process
 @pytest.mark.parametrize("fault", ["dies", "hangs", "refuses"])
 def test_a_server_of_ours_that_fails_is_started_again_once(pair, fault):
-    engine = process_engine(pair, {"fault": fault, "after": 3})
+    engine = process_engine(pair, {"fault": fault, "after": 4})
     try:
         engine.open([request()])
         answers = [exhaust(engine.speculative([request()]))[0].tokens for _ in range(2)]
@@ -283,7 +292,7 @@ def test_a_server_of_ours_that_fails_is_started_again_once(pair, fault):
 
 @pytest.mark.process
 def test_a_server_that_fails_at_once_again_costs_its_question(pair, tmp_path):
-    engine = process_engine(pair, {"fault": "refuses", "after": 2, "marker": str(tmp_path / "started")})
+    engine = process_engine(pair, {"fault": "refuses", "after": 3, "marker": str(tmp_path / "started")})
     try:
         engine.open([request()])
         with pytest.raises(UserError, match="failed twice: .*500") as raised:
@@ -377,7 +386,7 @@ def test_seconds_of_a_batch_are_shared_by_tokens(pair):
 
 def test_restarts_have_an_end(pair, monkeypatch):
     monkeypatch.setattr(module, "RESTARTS", 0)
-    stub = Stub(counting, drafts=True, fault="refuses", after=3)
+    stub = Stub(counting, drafts=True, fault="refuses", after=4)
     with serving(Stub(counting), stub) as urls:
         engine = engine_of(pair, urls, "llama_cpp")
         engine.open([request()])

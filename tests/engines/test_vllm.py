@@ -149,6 +149,8 @@ class TestDraftersOfOurs:
             ({"_target_": "methods.recycling.TokenRecycling", "name": "recycling"}, "needs models or states"),
         ],
     )
-    def test_one_that_needs_more_than_text_is_refused(self, commands, drafter, said):
+    def test_one_that_needs_more_than_text_is_refused_before_a_model_is_loaded(self, drafter, said):
+        settings = {"name": "vllm", "speculative": PRESETS, "python": sys.executable}
         with pytest.raises(UserError, match=said):
-            commands(drafter["name"], drafter=drafter)
+            vllm.Vllm.check(settings, drafter, 1)
+        vllm.Vllm.check(settings, SUFFIX, 1)

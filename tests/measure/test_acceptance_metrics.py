@@ -22,11 +22,21 @@ from tests.support.synthetic import (
 
 
 @settings(deadline=None, max_examples=30)
-@given(st.integers(1, 8), st.integers(1, 400), st.lists(st.floats(0, 1), min_size=1, max_size=10))
-def test_mbsu_of_a_fixed_draft_length(gamma, draft_bytes, shares):
-    """tau / (1 + c * gamma), c = draft bytes / target bytes."""
+@given(
+    st.integers(1, 8),
+    st.integers(1, 400),
+    st.lists(st.floats(0, 1), min_size=1, max_size=10),
+    st.integers(1, 16),
+)
+def test_mbsu_of_a_fixed_draft_length(gamma, draft_bytes, shares, sequences):
+    """tau / (1 + c * gamma), c = draft bytes / target bytes, in a batch, too."""
     rounds = [
-        {"accepted": int(share * gamma), "drafted": gamma, "draft_bytes": gamma * draft_bytes}
+        {
+            "accepted": int(share * gamma),
+            "drafted": gamma,
+            "draft_bytes": gamma * draft_bytes,
+            "sequences": sequences,
+        }
         for share in shares
     ]
     method = generation() | {"steps": columns(rounds)}
@@ -82,6 +92,10 @@ def test_acceptance_over_the_answer():
     # After a prompt of ten tokens, one stretch holds them all.
     assert (found["acceptance_by_context"], found["rounds_by_context"]) == ([13.0], [3])
     assert sum(found["rounds_by_place"]) == 3
+    # Each arm has a context of its own: in a second turn its own first answer is part of the prompt.
+    longer = generation() | {"steps": rounds, "prompt_tokens": 200}
+    found = overall([record(turns=[turn(method=longer)])])
+    assert found["rounds_by_context"] == [0, 3]
 
 
 def test_a_tree_is_counted_along_its_longest_path():

@@ -11,9 +11,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from methods.common.aligned_layout import AlignedLayout
 from specbench.decoding.engine import exhaust
 from specbench.decoding.kv_cache import KVCache
-from specbench.decoding.kv_layout import AlignedLayout, RaggedLayout
+from specbench.decoding.kv_layout import RaggedLayout
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import Request
 from specbench.measure import runner
@@ -90,6 +91,30 @@ def test_a_run(workplace, tmp_path, method):  # noqa: F811
         + overall["align_seconds"]
     )
     assert overall["seconds"] == pytest.approx(steps + overall["prefill_seconds"])
+
+
+def test_the_batched_baseline_is_certified_without_generate(workplace, tmp_path, monkeypatch):  # noqa: F811
+    """A speedup over batches that say something else is none."""
+    settings = ["batch_size=3", "repeats=1", "generate=false"]
+    _, summary, _ = measured(workplace, "ragged", tmp_path / "right", *settings)
+    assert summary["baseline"]["equivalence"]["exact"] == len(CATEGORIES) + 2
+    prepare = runner.prepare
+
+    def spoiled(cfg):
+        bench = prepare(cfg)
+        right = bench.setup.arms["baseline"]
+
+        def batched(requests):
+            answers = yield from right(requests)
+            answers[0].tokens[-1] += 1
+            return answers
+
+        bench.setup.arms["baseline"] = batched
+        return bench
+
+    monkeypatch.setattr(runner, "prepare", spoiled)
+    _, summary, _ = measured(workplace, "ragged", tmp_path / "wrong", *settings)
+    assert summary["baseline"]["equivalence"]["violation"] > 0 and summary["equivalence"]["violation"] == 0
 
 
 def test_every_repeat_at_batch_size_1_is_certified(workplace, tmp_path, monkeypatch):  # noqa: F811

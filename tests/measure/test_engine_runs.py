@@ -8,6 +8,7 @@ from http.client import HTTPConnection
 from pathlib import Path
 
 import pytest
+import torch
 
 from specbench.commands.engine import content_of
 from specbench.config import checks
@@ -163,6 +164,28 @@ def test_a_batch_is_asked_for_at_once_and_compared_with_one_at_a_time(run, answe
     assert 1 < summary["overall"]["acceptance_length"] < 4
     assert plain.most_at_once == 2
     assert "sps by openai" in out and "beside its own alone: 3/0/0" in " ".join(out.split())
+    assert summary["peak_memory_bytes"] is None  # ours says nothing of a server's
+
+
+@pytest.mark.slow
+def test_an_engine_that_says_something_else_later_is_no_fault_of_its_method(run, answer):
+    steady = Stub(answer)
+    run(steady, Stub(answer, drafts=True), "repeats=2", "seed=7")
+    of_second_pass = 2 * EXACT["answers"]  # plain, and plain again
+    shaky = Stub(answer, fault="breaks", after=steady.asked - of_second_pass)
+    _, _, _, folder = run(shaky, Stub(answer, drafts=True), "repeats=2")
+    summary = read_run(folder).summary
+    assert summary["equivalence"]["violation"] == summary["baseline"]["equivalence"]["violation"] == 0
+    assert summary["engine"]["again_equivalence"]["violation"] > 0
+
+
+@pytest.mark.slow
+def test_threads_are_not_chosen_by_an_engine_that_has_its_own(run, answer):
+    _, _, _, folder = run(Stub(answer), Stub(answer, drafts=True), "threads=null")
+    provenance = json.loads((folder / "provenance.json").read_text())
+    choice = provenance["thread_choice"]
+    assert choice["chosen_by"] in ("torch", "OMP_NUM_THREADS") and not choice["seconds"]
+    assert choice["threads"] == provenance["threads"]["torch"] == torch.get_num_threads()
 
 
 @pytest.mark.slow
@@ -186,6 +209,11 @@ def test_drawn_answers_that_are_not_the_targets_are_violations(run, answer):
         (["method=sps", "engine=llama_cpp", "+engine.cores=2"], "no parameter 'cores'"),
         (["method=sps", "engine=llama_cpp", "decoding.verify_width=8"], "verify_width"),
         (["method=vocabtrim", "engine=openai"], "vocab=trim"),
+        (
+            ["method=sps", "engine=llama_cpp", "decoding.verification=typical"],
+            "does not know decoding.verification",
+        ),
+        (["method=sps", "engine=llama_cpp", "+engine.threads=2"], "no parameter 'threads'"),
     ],
 )
 def test_what_an_engine_cannot_decode_is_refused(words, message):
@@ -218,7 +246,11 @@ def test_settings_of_own_code_inside_another_engine_are_the_methods_too():
 @pytest.mark.parametrize("url", ["http://localhost:80x", "localhost:8000", "http://", "ftp://x", ""])
 def test_a_url_that_is_none_is_one_line(url):
     with pytest.raises(UserError, match="set engine.plain_url to the plain server"):
-        OpenAI(random_pair("llama"), {"name": "sps"}, 1, url, "http://127.0.0.1:8000", None)
+        OpenAI.check(
+            {"dialect": "openai", "plain_url": url, "speculative_url": "http://127.0.0.1:8000"},
+            {"name": "sps"},
+            1,
+        )
 
 
 def test_a_path_of_a_url_comes_in_front(monkeypatch):

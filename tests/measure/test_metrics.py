@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from specbench.data.question_files import TASKS
 from specbench.measure.metrics import summary as metrics
+from specbench.measure.metrics.acceptance import mbsu
 from specbench.measure.metrics.dataframes import STEP_COLUMNS, generations_frame, steps_frame
+from specbench.measure.metrics.metrics import ceiling_rate
 from specbench.measure.metrics.statistics import Speedup
 from specbench.measure.records import run_folder as store
 from specbench.measure.records.migrate import migrated
@@ -32,7 +34,8 @@ from tests.support.synthetic import (
 
 KEYS = [
     *("questions", "tokens", "seconds", "tokens_per_second", "speedup", "speedup_low", "speedup_high"),
-    *("decode_speedup", "spec_bench_speedup", "acceptance_length", "acceptance_rate", "mbsu"),
+    *("decode_speedup", "decode_speedup_low", "decode_speedup_high"),
+    *("spec_bench_speedup", "acceptance_length", "acceptance_rate", "mbsu"),
     *("draft_seconds", "verify_seconds", "other_seconds"),
 ]
 
@@ -353,7 +356,7 @@ def test_a_batch_run_by_hand():
     assert numbers["occupancy"] == pytest.approx(2 / 4)  # two sequences in each round, slots for four
     assert numbers["stats"]["grouping_rate"] == pytest.approx(1 / 4)
     assert found["notes"] == ["grouping rate 25%"]
-    assert numbers["mbsu"] == pytest.approx(16 * 2 * 1000 / (16 * 1500 / 2))
+    assert numbers["mbsu"] == pytest.approx(2 / (1 + 500 / 1000))  # as of one sequence
     task = found["tasks"]["qa"]
     assert (task["speedup"], task["tokens_per_second"], task["decode_speedup"]) == (None, None, None)
     assert task["acceptance_length"] == 2 and numbers["spec_bench_speedup"] is None
@@ -365,6 +368,23 @@ def test_a_batch_run_by_hand():
     alone = metrics.summary([answered(1)], FACTS, CONFIG)
     assert alone["drafter"] is None and alone["overall"]["occupancy"] is alone["overall"]["pools"] is None
     assert alone["baseline"]["single_tokens_per_second"] is None
+
+
+def test_a_batch_is_held_against_the_ceiling_of_its_sequences():
+    """Eight passes for two sequences each: the memory allows twice as many tokens as of one sequence."""
+    records, facts = batched_run([[(2.0, 1.0)]]), FACTS | {"unit": "pool"}
+    records[0]["turns"][0]["arms"]["baseline"][0]["steps"]["sequences"] = [2] * 8
+    found = metrics.summary(records, facts, CONFIG)
+    assert found["baseline"]["ceiling_tokens_per_second"] == pytest.approx(2 * 1e6 / 1000)
+    assert found["baseline"]["bandwidth_fraction"] == pytest.approx(8 / (2.0 - 0.1) / 2000)
+    assert found["overall"]["bandwidth_fraction"] == pytest.approx(8 / (1.0 - 0.1) / 2000)
+    steps = steps_frame(records)
+    plain = steps[steps["arm"] == "baseline"]
+    assert mbsu(plain, 1000) == 1.0
+    # How many sequences share a pass, neither transformers' generate nor another engine tells.
+    other = facts | {"engine": {"name": "x"}}
+    assert ceiling_rate(plain.iloc[:0], facts) is ceiling_rate(plain, other) is None
+    assert ceiling_rate(plain.iloc[:0], FACTS) == pytest.approx(1e6 / 1000)
 
 
 # -- Spec-Bench's own definitions

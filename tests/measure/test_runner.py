@@ -30,6 +30,7 @@ from specbench.measure import certify, conductor, runner
 from specbench.measure.bench import Bench
 from specbench.measure.interleave import Interleaver
 from specbench.measure.machine import speed
+from specbench.measure.machine.provenance import cpu_model
 from specbench.measure.machine.watch import Watch
 from specbench.measure.protocol import Protocol
 from specbench.measure.records import run_folder as store
@@ -130,6 +131,7 @@ def test_without_generate(workplace, tmp_path):
     baseline, answer = summary["baseline"], summary["equivalence"]
     assert code == 0 and answer["exact"] == answer["answers"] == 1 and summary["overall"]["speedup"] > 0
     assert baseline["hf_generate_tokens_per_second"] is None and baseline["quoted_against"] == "engine"
+    assert summary["processor"] == cpu_model() and summary["seed"] == 0
     assert baseline["equivalence"]["answers"] == 0
     assert [sorted(t["arms"]) for r in records for t in r["turns"]] == [["baseline", "method"]]
 

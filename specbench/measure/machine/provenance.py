@@ -173,6 +173,13 @@ def machine() -> dict:
     }
 
 
+def processor(facts: Mapping, device: str) -> str:
+    """The name of what computes: of the first GPU on a "cuda" device, else of the processor; facts: as of `machine`."""
+    if device.startswith("cuda") and facts["gpus"]:
+        return facts["gpus"][0]["name"]
+    return facts["cpu"]
+
+
 def gpus(fields: Sequence[str] = GPU_FIELDS) -> list[dict[str, str]]:
     """The fields that nvidia-smi reports of each GPU (MiB, MHz, W, degrees Celsius); [] without one."""
     if shutil.which("nvidia-smi") is None:

@@ -90,9 +90,15 @@ def _stretches(rounds: pd.DataFrame, name: str) -> np.ndarray:
     return np.searchsorted(STRETCHES[name], rounds[name].to_numpy(), side="right") - 1
 
 
+def sequences_per_pass(rounds: pd.DataFrame) -> float | None:
+    """Sequences that share a round, on average over the rounds; each row is one of the `sequences` of its round."""
+    return ratio(len(rounds), (1 / rounds["sequences"]).sum())
+
+
 def occupancy(rounds: pd.DataFrame, batch_size: int) -> float | None:
-    """Sequences that ran / slots that there were. Each row is one of the `sequences` of its round."""
-    return ratio(len(rounds), (1 / rounds["sequences"]).sum() * batch_size)
+    """Sequences that ran / slots that there were."""
+    sequences = sequences_per_pass(rounds)
+    return None if sequences is None else sequences / batch_size
 
 
 def mbsu(rounds: pd.DataFrame, target_pass_bytes: int | None) -> float | None:
@@ -102,11 +108,12 @@ def mbsu(rounds: pd.DataFrame, target_pass_bytes: int | None) -> float | None:
     For a draft length gamma and a draft model of c times the target's bytes it is acceptance_length / (1 + c
     * gamma).
     """
-    # The sequences of a batch share what a pass reads.
     if target_pass_bytes is None:
         return None
+    # The sequences of a batch share what a pass reads; so do those of the batch of autoregressive decoding beside it.
+    emitted = (rounds["emitted"] / rounds["sequences"]).sum()
     read = ((rounds["draft_bytes"] + rounds["target_bytes"]) / rounds["sequences"]).sum(skipna=False)
-    return ratio(int(rounds["emitted"].sum()) * target_pass_bytes, read)
+    return ratio(emitted * target_pass_bytes, read)
 
 
 def ratio(numerator: float, denominator: float) -> float | None:

@@ -57,11 +57,13 @@ def steps_frame(records: list[dict]) -> pd.DataFrame:
 
     Counts of drafts that another engine does not tell are NaN, and their columns then float64.
     """
-    rows = [
-        (*keys, step, place, turn["prompt_tokens"] + place, *values)
-        for keys, turn, generation in _generations(records)
-        for step, (place, values) in enumerate(zip(_places(generation["steps"]), _rows(generation["steps"])))
-    ]
+    rows: list[tuple] = []
+    for keys, turn, generation in _generations(records):
+        prompt = generation.get(
+            "prompt_tokens", turn["prompt_tokens"]
+        )  # older runs have one number for all arms
+        steps = zip(_places(generation["steps"]), _rows(generation["steps"]))
+        rows += [(*keys, i, place, prompt + place, *values) for i, (place, values) in enumerate(steps)]
     types = KEYS | PLACE_COLUMNS | STEP_COLUMNS
     frame = pd.DataFrame(rows, columns=list(types))
     types |= {name: "float64" for name in UNTOLD if frame[name].isna().any()}

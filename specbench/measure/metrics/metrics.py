@@ -24,6 +24,7 @@ from specbench.measure.metrics.acceptance import (
     occupancy,
     ratio,
     rounds_over,
+    sequences_per_pass,
     total,
 )
 from specbench.measure.metrics.dataframes import generations_frame, steps_frame
@@ -97,11 +98,10 @@ class MetricInput:
         """The speedup with its interval over questions or pools, and that with its interval over passes."""
         return speedups(self.generations, self.reference, self.spec.unit)
 
-
-def decode_speedup(measured: MetricInput) -> float | None:
-    """The speedup without the prefills of both arms."""
-    decoding = paired_seconds(measured.turns, measured.reference, with_prefill=False)
-    return ratio(decoding["reference"].sum(), decoding["method"].sum())
+    @cached_property
+    def decode_speedup(self) -> Speedup:
+        """The speedup without the prefills of both arms, with its interval over questions or pools."""
+        return speedups(self.generations, self.reference, self.spec.unit, with_prefill=False)[0]
 
 
 def alignment_share(measured: MetricInput) -> float | None:
@@ -109,18 +109,21 @@ def alignment_share(measured: MetricInput) -> float | None:
     return ratio(measured.rounds["align_seconds"].sum(), measured.method["seconds"].sum())
 
 
-def speedups(generations: pd.DataFrame, reference: str, unit: str) -> tuple[Speedup, Speedup]:
+def speedups(
+    generations: pd.DataFrame, reference: str, unit: str, with_prefill: bool = True
+) -> tuple[Speedup, Speedup]:
     """The speedup with its interval over questions or pools, and that with its interval over passes.
 
     Args:
         generations: of all arms.
         reference: the arm that they are against.
         unit: what has times of its own, "question" or "pool".
+        with_prefill: whether the prefills of both arms count.
     """
-    passes = passes_seconds(generations, reference)
+    passes = passes_seconds(generations, reference, with_prefill)
     several = passes.index.name == "process"
     processes = [([a], [b]) for a, b in zip(passes["reference"], passes["method"])] if several else []
-    runs = unit_seconds(generations, reference, unit)
+    runs = unit_seconds(generations, reference, unit, with_prefill)
     return (
         speedup(runs["reference"], runs["method"], pools_of(runs), processes),
         over_passes(passes["reference"], passes["method"]),
@@ -139,14 +142,25 @@ def spec_bench_speedup(turns: pd.DataFrame, reference: str) -> float | None:
     return ratio(rates["method"].sum(), rates[reference].sum())
 
 
-def ceiling_rate(facts: dict) -> float | None:
-    """Tokens per second if each token did nothing but read the target's weights once; None where that is not known."""
+def ceiling_rate(rounds: pd.DataFrame, facts: dict) -> float | None:
+    """Tokens per second if each pass did nothing but read the target's weights, for a token of each of its sequences.
+
+    Args:
+        rounds: of one arm. In a batch they tell how many sequences share a pass.
+        facts: of the run.
+
+    Returns:
+        None where that is not known, as of batches of another engine, or of transformers' generate.
+    """
     bandwidth, read = facts["bandwidth_bytes_per_second"], facts["target_pass_bytes"]
-    return bandwidth / read if bandwidth and read else None
+    sequences: float | None = 1.0
+    if facts["unit"] == POOL:
+        sequences = None if facts.get("engine") else sequences_per_pass(rounds)
+    return sequences * bandwidth / read if sequences and bandwidth and read else None
 
 
-def bandwidth_fraction(answers: pd.DataFrame, facts: dict) -> float | None:
-    """The speed of decoding as a fraction of that of reading the target's weights once per token.
+def bandwidth_fraction(answers: pd.DataFrame, ceiling: float | None) -> float | None:
+    """The speed of decoding as a fraction of that of reading the target's weights once per token of each sequence.
 
     Prefills are left out, as a prefill reads the weights once for many tokens: the fraction of autoregressive decoding
     is what others call model bandwidth utilisation. Above 1: faster than any autoregressive decoding from memory on
@@ -155,9 +169,8 @@ def bandwidth_fraction(answers: pd.DataFrame, facts: dict) -> float | None:
     Args:
         answers: of one arm: columns `tokens`, `seconds`, `prefill_seconds`. Where no prefill was timed, as with
             transformers' generate, they count whole, and the fraction is a lower bound.
-        facts: of the run.
+        ceiling: as `ceiling_rate` gives it.
     """
-    ceiling = ceiling_rate(facts)
     if ceiling is None:
         return None
     tokens, seconds = answers["tokens"], answers["seconds"]
@@ -242,7 +255,9 @@ METRICS = {
     "speedup_questions": Metric(lambda m: len(m.seconds)),
     "passes_low": Metric(lambda m: m.speedups[1].low, timed=True),
     "passes_high": Metric(lambda m: m.speedups[1].high, timed=True),
-    "decode_speedup": Metric(decode_speedup, timed=True),
+    "decode_speedup": Metric(lambda m: m.decode_speedup.value, timed=True),
+    "decode_speedup_low": Metric(lambda m: m.decode_speedup.low, timed=True),
+    "decode_speedup_high": Metric(lambda m: m.decode_speedup.high, timed=True),
     "spec_bench_speedup": Metric(lambda m: spec_bench_speedup(m.turns, m.reference), QUESTION),
     "acceptance_length": Metric(lambda m: acceptance_length(m.rounds)),
     "acceptance_length_by_answer": Metric(lambda m: acceptance_length_by_answer(m.rounds)),
@@ -258,7 +273,9 @@ METRICS = {
     "acceptance_by_context": Metric(lambda m: acceptance_over(m.rounds, "context")),
     "rounds_by_context": Metric(lambda m: rounds_over(m.rounds, "context")),
     "mbsu": Metric(lambda m: mbsu(m.rounds, m.facts["target_pass_bytes"])),
-    "bandwidth_fraction": Metric(lambda m: bandwidth_fraction(m.method, m.facts), timed=True),
+    "bandwidth_fraction": Metric(
+        lambda m: bandwidth_fraction(m.method, ceiling_rate(m.rounds, m.facts)), timed=True
+    ),
     "prefill_seconds": Metric(lambda m: total(m.method["prefill_seconds"])),
     "draft_seconds": Metric(lambda m: total(m.rounds["draft_seconds"])),
     "verify_seconds": Metric(lambda m: total(m.rounds["verify_seconds"])),

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import pandas as pd
 
 from specbench.config.spec import POOL, QUESTION, RunSpec
+from specbench.data.contamination import uncleared_lines
 from specbench.data.warm_start import warm_lines
 from specbench.measure.metrics.acceptance import acceptance_length, acceptance_rate, ratio
 from specbench.measure.metrics.dataframes import failed_questions, generations_frame, steps_frame
@@ -51,7 +52,7 @@ COUNTED = ("mbsu", "acceptance_length")  # numbers that are counted, not timed
 OF_FACTS = ("dtype", "device", "weights", "target_pass_bytes", "peak_memory_bytes")
 OF_NEWER_FACTS = (
     *("threads", "layouts", "kernels", "compiled"),
-    *("extra_cores", "slice_seconds", "anatomy", "weights_source", "round_costs", "draft"),
+    *("extra_cores", "slice_seconds", "anatomy", "weights_source", "round_costs", "draft", "processor"),
 )
 QUESTION_COLUMNS = {
     "question_id": "int64",
@@ -96,8 +97,9 @@ def summary(records: list[dict], facts: dict, config: dict) -> dict:
         "settings_tuned_on": source.get("pair"),
         "settings_published": source.get("published", {}),
         **{group: config[group]["name"] for group in ("pair", "data", "task")},
-        **{key: config[key] for key in ("batch_size", "experiment", "protocol")},
-        "temperature": config["decoding"]["temperature"],
+        **{key: config[key] for key in ("batch_size", "experiment", "protocol", "seed")},
+        **{key: config["decoding"][key] for key in ("temperature", "max_new_tokens")},
+        "limit": config["data"].get("limit"),
         "verification": config["decoding"].get("verification", TOKEN),  # older folders have none
         "draft_length": config["decoding"].get("draft_length", CONSTANT),
         "repeats": len(repeats(records)) or config["repeats"],
@@ -117,6 +119,7 @@ def summary(records: list[dict], facts: dict, config: dict) -> dict:
         "notes": [
             *describe(spec.owners, overall["stats"]),
             *warm_lines(facts.get("training", {})),
+            *uncleared_lines(facts.get("training", {}), facts.get("questions")),
             *thirds_lines(apart),
         ],
         "equivalence": overall["equivalence"],
@@ -173,7 +176,8 @@ def baseline_numbers(records: list[dict], facts: dict) -> dict:
     """What the method is measured against: our autoregressive baseline, or transformers' generate if it is faster.
 
     Both rates are over the turns that both arms answered, where there are any: only those compare.
-    `bandwidth_fraction` is that of the quoted one; `equivalence` holds the answers of one against the other.
+    `bandwidth_fraction` and its ceiling are those of the quoted one; `equivalence` holds the answers of one against the
+    other.
     """
     generations = generations_frame(records)
     turns = turn_means(generations)
@@ -182,14 +186,16 @@ def baseline_numbers(records: list[dict], facts: dict) -> dict:
     sums = compared.sum()
     rates = {name: ratio(sums["tokens", arm], sums["seconds", arm]) for name, arm in ARMS.items()}
     quoted = max(ARMS, key=lambda name: rates[name] or 0.0)
+    steps = steps_frame(records if facts["unit"] == POOL else [])  # in a batch they tell what shares a pass
+    ceiling = ceiling_rate(steps[steps["arm"] == ARMS[quoted]], facts)
     return {
         "tokens_per_second": rates["engine"],
         "hf_generate_tokens_per_second": rates["hf_generate"],
         "quoted_against": quoted,
         "single_tokens_per_second": single_rate(generations)
         or (rates["engine"] if facts["unit"] == POOL else None),
-        "bandwidth_fraction": bandwidth_fraction(compared.xs(ARMS[quoted], axis=1, level=1), facts),
-        "ceiling_tokens_per_second": ceiling_rate(facts),
+        "bandwidth_fraction": bandwidth_fraction(compared.xs(ARMS[quoted], axis=1, level=1), ceiling),
+        "ceiling_tokens_per_second": ceiling,
         "equivalence": equivalence(records, "baseline_equivalence"),
     }
 
@@ -302,9 +308,10 @@ def parts(records: list[dict], what: str, unit: str, target_pass_bytes: int | No
         if what == "acceptance_length":
             return pd.DataFrame({"above": rounds["emitted"], "below": 1}).groupby(by).sum()
         whole_pass = target_pass_bytes or steps.loc[steps["arm"] == ARMS["engine"], "target_bytes"].max()
-        # As a float: tokens are counted in 32 bits, which bytes of several overflow.
+        # The sequences of a batch share what a pass reads, in autoregressive decoding, too.
+        above = rounds["emitted"] / rounds["sequences"] * whole_pass
         read = (rounds["draft_bytes"] + rounds["target_bytes"]) / rounds["sequences"]
-        return pd.DataFrame({"above": rounds["emitted"] * float(whole_pass), "below": read}).groupby(by).sum()
+        return pd.DataFrame({"above": above, "below": read}).groupby(by).sum()
     generations = generations_frame(records)
     single = what == "throughput" and (generations["arm"] == "single").any()
     reference = "single" if single else ARMS["engine"]

@@ -335,6 +335,3 @@ def _write_steps(path: Path, records: list[dict]) -> None:
     sink = pa.BufferOutputStream()
     pq.write_table(table.replace_schema_metadata(metadata), sink)
     write_atomic(path, sink.getvalue().to_pybytes())
-
-
-# -- JSON
