@@ -19,11 +19,11 @@ from transformers import AutoTokenizer, PreTrainedModel
 from specbench.data.question_files import TASKS
 from specbench.decoding.drafter import Drafter, make_drafter, needs_of
 from specbench.decoding.engine import Engine
-from specbench.decoding.model.agreement import check_staged
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.state import Request
+from specbench.measure.agreement import check_staged
 from specbench.measure.numeric_noise import forced_logits
 from specbench.models.packages import described
 from specbench.models.pairs import Pair, draft_of, load_pair, with_part

@@ -14,6 +14,7 @@ from specbench.config.spec import POOL
 from specbench.measure.metrics import summary as metrics
 from specbench.measure.metrics.statistics import Speedup
 from specbench.report import cells, formats, remarks
+from specbench.report.compare import differing_conditions, hindrance
 from specbench.report.runs import Run, method_label, named
 from specbench.system.errors import UserError
 from specbench.system.settings import CONSTANT, TYPICAL
@@ -28,10 +29,13 @@ FILE = Path(__file__).with_name("claims.yaml")
 SMALL = {"pair": ["tiny", "tiny_shallow"]}
 # The same family, expanded to the width of other models: its passes cost what theirs do, but its text is its own.
 EXPANDED = {"weights": "expanded"}
+# What an overall figure of a paper is of, unless a claim chooses its runs by another: all tasks of Spec-Bench, or of
+# the embedded questions in its form, decoded greedily.
+OVERALL = {"task": "all", "temperature": 0.0, "data": ["spec_bench", "tiny"]}
 # What two runs have in common whose numbers are compared; their questions are paired one by one.
 CONTEXT = (
     *("pair", "data", "dtype", "device", "weights", "anatomy", "temperature", "verification", "protocol"),
-    *("threads", "drafter"),
+    *("threads", "drafter", "max_new_tokens", "processor"),
 )
 STYLES = {
     "supported": "green",
@@ -140,11 +144,15 @@ def _tuned(runs: list[Run]) -> list[Run]:
 
 def find(claim: Mapping, runs: list[Run]) -> Finding:
     """What some runs say of a claim."""
+    is_counted = claim["measure"] in COUNTED
+    if not is_counted:
+        overall = {key: claim["of"].get(key, value) for key, value in OVERALL.items()}
+        runs = [run for run in runs if _matches(overall, run)]
     measured = MEASURES[claim["measure"]](claim, runs)
     estimate, remark = measured or (None, "no run for it")
     if estimate is None or estimate.value is None:
         return Finding(None, remark, "not measured")
-    return Finding(estimate, remark, verdict(estimate, claim, claim["measure"] in COUNTED))
+    return Finding(estimate, remark, verdict(estimate, claim, is_counted))
 
 
 def verdict(estimate: Speedup, claim: Mapping, counted: bool = False) -> str:
@@ -256,7 +264,7 @@ def renew(page: Path, checked: list[Checked], runs: list[Run]) -> None:
 def speedup(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
     """Overall speedup of a run."""
     run = _last(claim["of"], runs)
-    return None if run is None else (_speedup(run.summary["overall"]), _question_count(run))
+    return None if run is None else (_speedup(run.summary["overall"]), _basis(run))
 
 
 def number(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
@@ -267,36 +275,36 @@ def number(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
     value = run.summary["overall"]
     for key in claim["what"].split("."):
         value = None if value is None else value.get(key)
-    return Speedup(value, None, None), _question_count(run)
+    return Speedup(value, None, None), _basis(run)
 
 
 def relative(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
     """A number of a run against the same of the strongest of others, in the same context.
 
-    With `over` it is of their means over all values of a key (each pair), of which there must be several.
+    Others without a measured question in common are left out, and named. With `over` it is of their means over all
+    values of a key (each pair), of which there must be several.
     """
     key, what = claim.get("over"), claim.get("what", "speedup")
-    values = sorted({run.summary[key] for run in runs if _matches(claim["of"], run)}) if key else [None]
-    same = {*CONTEXT, key} - {None}
-    ours = _last_of_each([claim["of"] | ({key: value} if key else {}) for value in values], runs)
-    if not ours or (key and len(values) < 2):
+    values = sorted({run.summary[key] for run in runs if _matches(claim["of"], run)}) if key else []
+    sets = [_comparable(claim, choice, runs) for choice in ([{key: value} for value in values] or [{}])]
+    if not all(sets) or (key and len(values) < 2):
         return None
-    contexts = [{name: run.summary.get(name) for name in same} for run in ours]
-    others = [_last_of_each([choice | context for context in contexts], runs) for choice in claim["against"]]
-    if not all(others):
-        return None
-    frames = [run.parts(what) for run in ours]
-    comparisons = []
-    for other in others:
-        theirs = [run.parts(what) for run in other]
-        processes = [run.parts_by_process(what) for run in (*other, *ours)]
-        comparisons.append((*metrics.relative(theirs, frames, processes, what in metrics.COUNTED), other[0]))
-    weakest = min(comparisons, key=lambda item: item[0].value or 0)
-    ratio, count, unit, against = weakest
-    batch = f", batch {against.summary['batch_size']}" if against.unit == POOL else ""
+    ours, *others = (list(column) for column in zip(*sets))
+    ratios = [(_ratio(other, ours, what), other) for other in others]
+    apart = [
+        f"no measured question in common with {_named(other[0])}"
+        for one, other in ratios
+        if one.ratio.value is None
+    ]
+    measured = [(one.ratio.value, one, other) for one, other in ratios if one.ratio.value is not None]
+    if not measured:
+        return Speedup(None, None, None), "; ".join(apart)
+    _, (ratio, count, unit), rivals = min(measured, key=lambda item: item[0])
+    batch = f", batch {rivals[0].summary['batch_size']}" if rivals[0].unit == POOL else ""
     means = f", means over {len(values)} values of {key}" if key else ""
     first = f"{_named(ours[0])} " if _form(ours[0]) else ""
-    return ratio, f"{first}against {_named(against)}{batch}; {remarks.paired_over(count, unit)}{means}"
+    basis = f"{first}against {_named(rivals[0])}{batch}; {remarks.paired_over(count, unit)}{means}"
+    return ratio, "; ".join([basis, *apart, *_doubts(claim, ours, rivals)])
 
 
 def exact(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
@@ -357,17 +365,42 @@ def _matches(choice: Mapping, run: Run) -> bool:
     return all(run.summary.get(k) in (v if isinstance(v, list) else [v]) for k, v in choice.items())
 
 
+def _newest(choice: Mapping, runs: list[Run]) -> list[Run]:
+    """The runs that match, the last first; where weights come in two forms, those with their own head before them."""
+    matching = [run for run in reversed(runs) if _matches(choice, run)]
+    return sorted(matching, key=lambda run: _form(run) != OWN_HEAD)
+
+
 def _last(choice: Mapping, runs: list[Run]) -> Run | None:
-    """The last run that matches; of one whose weights come in two forms, the last of those with their own head."""
-    matching = [run for run in runs if _matches(choice, run)]
-    with_own_head = [run for run in matching if _form(run) == OWN_HEAD]
-    return next(reversed(with_own_head or matching), None)
+    """The first of `_newest`."""
+    return next(iter(_newest(choice, runs)), None)
 
 
-def _last_of_each(choices: list[dict], runs: list[Run]) -> list[Run]:
-    """The last run that matches each choice; empty where one has none."""
-    matching = [run for choice in choices if (run := _last(choice, runs)) is not None]
-    return matching if len(matching) == len(choices) else []
+def _comparable(claim: Mapping, choice: Mapping, runs: list[Run]) -> list[Run]:
+    """The last run of ours with which a run of each of the others can be compared, and those; else empty."""
+    for ours in _newest(claim["of"] | choice, runs):
+        context = {name: ours.summary.get(name) for name in (*CONTEXT, *choice)}
+        matching = [_newest(other | context, runs) for other in claim["against"]]
+        others = [[run for run in of_other if not hindrance(ours, run)] for of_other in matching]
+        if all(others):
+            return [ours, *(of_other[0] for of_other in others)]
+    return []
+
+
+def _ratio(others: list[Run], ours: list[Run], what: str) -> metrics.Relative:
+    """The mean of a number over our runs / its mean over the others."""
+    theirs, frames = ([run.parts(what) for run in of_side] for of_side in (others, ours))
+    processes = [run.parts_by_process(what) for run in (*others, *ours)]
+    return metrics.relative(theirs, frames, processes, what in metrics.COUNTED)
+
+
+def _doubts(claim: Mapping, ours: list[Run], others: list[Run]) -> list[str]:
+    """Why compared runs are not alike, but for what the claim chooses ours by, and what the machine did to times."""
+    chosen_by = [f"config.{name}" for name in claim["of"]]
+    lines = [line for run, other in zip(ours, others) for line in differing_conditions(other, run, chosen_by)]
+    if claim.get("what") not in metrics.COUNTED:
+        lines += remarks.machine_warnings([*ours, *others])
+    return list(dict.fromkeys(lines))
 
 
 def _parameters(run: Run) -> int:
@@ -389,8 +422,10 @@ def _speedup(numbers: Mapping) -> Speedup:
     return Speedup(numbers["speedup"], numbers["speedup_low"], numbers["speedup_high"])
 
 
-def _question_count(run: Run) -> str:
-    return f"{cells.questions_text(run.summary['overall'])} questions"
+def _basis(run: Run) -> str:
+    """What a number of one run rests on."""
+    questions = f"{cells.questions_text(run.summary['overall'])} questions"
+    return "; ".join([questions, *remarks.machine_warnings([run])])
 
 
 def _shown(estimate: Speedup | None) -> str:

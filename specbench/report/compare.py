@@ -10,12 +10,13 @@ from specbench.config.spec import POOL, QUESTION
 from specbench.measure.metrics import summary as metrics
 from specbench.measure.metrics.statistics import LEAST_PASSES
 from specbench.report import cells, remarks, tables
-from specbench.report.phases import different_phases, slow_machines
-from specbench.report.runs import Run, not_comparable, row_names, task_names
+from specbench.report.runs import Run, differences, not_comparable, row_names, task_names
 from specbench.report.training_data import differing_training
 from specbench.system.errors import UserError
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from rich.table import Table
 
 SPEEDUP = "speedup"
@@ -32,8 +33,7 @@ def print_comparison(runs: list[Run], metric: str = SPEEDUP) -> None:
     at_least_two(runs)
     hindrances = [*not_comparable(runs), *differing_questions(runs), *without_difference(runs), *faulty(runs)]
     apart = differing_turns(runs) + differing_training(run.summary for run in runs)
-    machine = [*different_phases(runs), *slow_machines(runs), *remarks.disturbances(runs)]
-    tables.print_notes(hindrances + apart + machine)
+    tables.print_notes(hindrances + apart + remarks.machine_warnings(runs))
     out = cells.console()
     out.print(tables.overview_table(run.summary for run in runs))
     out.print(difference_table(runs, metric))
@@ -66,6 +66,21 @@ def differing_questions(runs: list[Run]) -> list[str]:
     return lines
 
 
+def differing_conditions(first: Run, run: Run, allow: Collection[str] = ()) -> list[str]:
+    """Why two runs may not be compared, by their provenance, means and questions, a line each.
+
+    Args:
+        first: one of them.
+        run: the other.
+        allow: beginnings of provenance keys that may differ, such as "machine".
+    """
+    if first.provenance is None or run.provenance is None:
+        lines = ["a run has no provenance that can be read"]
+    else:
+        lines = [line for line in differences(first, run) if not line.startswith(tuple(allow))]
+    return lines + differing_questions([first, run])
+
+
 def faulty(runs: list[Run], with_speed: bool = True) -> list[str]:
     """What is wrong with each run, a line each; with what its speed rests on, too, unless told otherwise."""
     return [
@@ -87,7 +102,7 @@ def differing_turns(runs: list[Run]) -> list[str]:
 def without_difference(runs: list[Run]) -> list[str]:
     """One line for each run that has no number against the first, for it was measured in another way."""
     first, *others = runs
-    return [f"no difference for {run.name}: {why}" for run in others if (why := _hindrance(first, run))]
+    return [f"no difference for {run.name}: {why}" for run in others if (why := hindrance(first, run))]
 
 
 def difference_table(runs: list[Run], metric: str = SPEEDUP) -> Table:
@@ -116,7 +131,7 @@ def relative(first: Run, second: Run, metric: str = SPEEDUP) -> dict[str, metric
 
     Batches have no times by task. {} where only one decodes batches, or their pools differ.
     """
-    if _hindrance(first, second):
+    if hindrance(first, second):
         return {}
     what = "throughput" if first.unit == POOL and metric == SPEEDUP else metric
     one, other = (run.parts(what) for run in (first, second))
@@ -136,7 +151,7 @@ def _alone(runs: list[Run]) -> bool:
     return any(run.summary.get("processes", 1) < LEAST_PASSES for run in runs)
 
 
-def _hindrance(first: Run, run: Run) -> str:
+def hindrance(first: Run, run: Run) -> str:
     """Why a run has no number against the first; empty where it has."""
     if first.unit != run.unit:
         return f"one of it and {first.name} decodes batches"

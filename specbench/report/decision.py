@@ -24,8 +24,9 @@ from specbench.report.cells import (
     number_text,
     speedup_text,
 )
+from specbench.report.phases import slow_machine
 from specbench.report.remarks import disturbed, dtype_label, faults
-from specbench.report.runs import Run, as_text, method_label, named, varied_settings
+from specbench.report.runs import Run, as_text, chosen_settings, method_label, named, varied_settings
 from specbench.report.training_data import tokens_seen
 from specbench.system.settings import TOKEN
 
@@ -39,10 +40,14 @@ SETTING = {
     "pair": "pair={}",
     "data": "data={}",
     "task": "task={}",
+    "limit": "limit={}",
     "temperature": "temperature {:g}",
+    "max_new_tokens": "max_new_tokens={}",
+    "seed": "seed={}",
     "verification": "{} verification",
     "dtype": "{}",
     "device": "{}",
+    "processor": "{}",
     "weights": "{} weights",
     "anatomy": "{}",
     "batch_size": "batch {}",
@@ -50,6 +55,7 @@ SETTING = {
 }
 USUAL = {
     "temperature": 0.0,
+    "seed": 0,
     "verification": TOKEN,
     "task": "all",
     "weights": "pretrained",
@@ -234,6 +240,8 @@ def facts(decision: Decision) -> list[str]:
     ]
     if busy := [one.label for one in shown if disturbed(one.summary)]:
         lines.append(f"disturbed by other processes: {named(busy)}")
+    if slow := [one.label for one in shown if slow_machine(one.summary)]:
+        lines.append(f"measured on a slow machine: {named(slow)}")
     return lines
 
 
@@ -263,6 +271,15 @@ def draft_length(summary: dict) -> int | None:
     """The most tokens of a draft, of a batch's drafter, too; None where it has no such setting."""
     settings = summary["settings"]
     return settings.get(LENGTH, settings.get(f"drafter.{LENGTH}"))
+
+
+def beside_length(summary: dict) -> dict:
+    """The chosen settings that have a value, in order, and the draft model, without the draft length."""
+    return {
+        key: value
+        for key, value in sorted(chosen_settings(summary).items())
+        if value is not None and key.removeprefix("drafter.") != LENGTH
+    }
 
 
 def _trained(summary: dict) -> str:

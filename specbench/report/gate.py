@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 from specbench.config.spec import POOL
 from specbench.measure.metrics.statistics import LEAST_POOLS, LEAST_QUESTIONS
 from specbench.report import remarks
-from specbench.report.compare import SPEEDUP, differing_questions, faulty, relative, without_difference
-from specbench.report.runs import Run, differences
+from specbench.report.compare import SPEEDUP, differing_conditions, faulty, relative, without_difference
 
 if TYPE_CHECKING:
     from collections.abc import Collection
+
+    from specbench.report.runs import Run
 
 # What a gate is there to judge: that the code differs keeps nobody from comparing.
 CODE = ("source_sha256", "versions.specbench")
@@ -31,7 +32,7 @@ class Judged:
         high: upper end.
         count: how many `unit`s the interval rests on.
         verdict: passed, failed or incomparable; None without a limit.
-        reasons: why the runs may not be compared, or why the run failed.
+        reasons: why the runs may not be compared, why the run failed, and of a speedup what the machine did meanwhile.
     """
 
     first: str
@@ -85,8 +86,7 @@ def as_json(judged: list[Judged]) -> str:
 
 
 def _judge(first: Run, run: Run, metric: str, fail_below: float | None, allow: tuple[str, ...]) -> Judged:
-    hindrances = [*_differing(first, run, allow), *differing_questions([first, run])]
-    hindrances += without_difference([first, run])
+    hindrances = [*differing_conditions(first, run, allow), *without_difference([first, run])]
     if metric == SPEEDUP:
         hindrances += [
             f"{one.name}: {line}" for one in (first, run) if (line := remarks.no_speed(one.summary))
@@ -100,16 +100,10 @@ def _judge(first: Run, run: Run, metric: str, fail_below: float | None, allow: t
             least = f"{LEAST_POOLS} pools" + (", or repeats of one" if metric == SPEEDUP else "")
         hindrances.append(f"there is no interval: it takes {least}")
     wrong = faulty([first, run], with_speed=False)
+    machine = remarks.machine_warnings([first, run]) if metric == SPEEDUP else []
     verdict = None
     if fail_below is not None:
         lost = high is not None and high < fail_below
         verdict = INCOMPARABLE if hindrances else FAILED if lost or wrong else PASSED
-    return Judged(
-        first.name, run.name, metric, value, low, high, count, unit, fail_below, verdict, hindrances + wrong
-    )
-
-
-def _differing(first: Run, run: Run, allow: tuple[str, ...]) -> list[str]:
-    if first.provenance is None or run.provenance is None:
-        return ["a run has no provenance that can be read"]
-    return [line for line in differences(first, run) if not line.startswith(allow)]
+    reasons = hindrances + wrong + machine
+    return Judged(first.name, run.name, metric, value, low, high, count, unit, fail_below, verdict, reasons)

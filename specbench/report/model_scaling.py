@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 LEAST_SIZES = 2
+# What may differ between the runs of a line and of another model; the name of a preset tells nothing of a run.
+OF_MODELS = ("pair", "anatomy", "weights", "dtype", "data", "experiment")
 
 
 def by_size(summaries: Iterable[Mapping]) -> dict[str, dict[int, Mapping]]:
@@ -37,7 +39,7 @@ def by_size(summaries: Iterable[Mapping]) -> dict[str, dict[int, Mapping]]:
 def of_other_models(
     summaries: Iterable[Mapping], by_label: Mapping[str, Mapping[int, Mapping]]
 ) -> dict[str, dict[str, Mapping]]:
-    """The last run of each method of `by_label` on each model that was not expanded, of one sequence at a time.
+    """For each line of `by_label` the last run on each model that was not expanded, alike but for the model.
 
     Args:
         summaries: of any runs.
@@ -46,12 +48,15 @@ def of_other_models(
     Returns:
         By the model (pair, and dtype where it is not float32), then by the label that the method has in `by_label`.
     """
-    labels_of = {next(iter(sizes.values()))["method"]: label for label, sizes in by_label.items()}
+    lines = [next(iter(sizes.values())) for sizes in by_label.values()]
+    pretrained = _with(summaries, "pretrained")
+    names = labels([*lines, *pretrained], without=OF_MODELS)
+    label_of = dict(zip(names, by_label))
     others: dict[str, dict[str, Mapping]] = {}
-    for summary in _with(summaries, "pretrained"):
-        if summary["method"] in labels_of:
+    for name, summary in zip(names[len(lines) :], pretrained):
+        if name in label_of:
             dtype = "" if summary["dtype"] == "float32" else f", {summary['dtype']}"
-            others.setdefault(f"{summary['pair']}{dtype}", {})[labels_of[summary["method"]]] = summary
+            others.setdefault(f"{summary['pair']}{dtype}", {})[label_of[name]] = summary
     return others
 
 

@@ -44,15 +44,26 @@ PANELS = 3
 WIDEST = 44  # characters in a line of a label
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999933")
 MARKERS = "osD^vP*X<>"
-HATCHES = {"draft": "//", "verify": "", "alignment": "xx", "prefill": "..", "other": "\\\\"}
+UNKNOWN_PARTS = "not told apart"  # of the time of a token
+HATCHES = {
+    "draft": "//",
+    "verify": "",
+    "alignment": "xx",
+    "prefill": "..",
+    "other": "\\\\",
+    UNKNOWN_PARTS: "++",
+}
 PARTS = {
     "draft": PALETTE[1],
     "verify": PALETTE[5],
     "alignment": PALETTE[3],
     "prefill": PALETTE[4],
     "other": "#DDDDDD",
+    UNKNOWN_PARTS: "#FFFFFF",
 }
 ROUND_COSTS = (1, 1.25, 1.5, 2, 3)
+# What is counted in rounds is held against the speedup of the rounds alone.
+OF_ROUNDS, OF_ROUNDS_LABEL = "decode_speedup", "speedup without prefill (95 % interval)"
 LOOK: Any = {"font.size": 9, "axes.grid": True, "grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False,
         "axes.axisbelow": True, "legend.frameon": False, "svg.fonttype": "path", "hatch.linewidth": 0.5,
         "text.parse_math": False}  # fmt: skip
@@ -127,12 +138,14 @@ def svg(figure: Figure) -> bytes:
 
 
 def chosen(named: list[tuple[str, Run]], most: int = MAX_SERIES) -> tuple[list[PlottedRun], str]:
-    """The runs to draw, and a title where some are left out."""
-    fastest = sorted(named, key=lambda pair: -(pair[1].summary["overall"]["speedup"] or 0))[:most]
-    fastest_labels = {label for label, _ in fastest}
+    """The runs to draw, which look alike however many they are, and a title where some are left out."""
+    fastest = sorted(named, key=lambda pair: -(pair[1].summary["overall"]["speedup"] or 0))
+    fastest_labels = [label for label, _ in fastest[: max(most, MOST_POINTS)]]
+    looks = enumerate(pair for pair in named if pair[0] in fastest_labels)
     shown = [
         PlottedRun(label, run.summary, PALETTE[index % len(PALETTE)], MARKERS[index % len(MARKERS)])
-        for index, (label, run) in enumerate(pair for pair in named if pair[0] in fastest_labels)
+        for index, (label, run) in looks
+        if label in fastest_labels[:most]
     ]
     return shown, f"the {most} fastest of {len(named)} runs" if len(named) > most else ""
 
@@ -162,38 +175,39 @@ def speedup_by_task(runs: list[PlottedRun]) -> Figure | None:
 
 
 def acceptance_and_speedup(runs: list[PlottedRun]) -> Figure | None:
-    """Acceptance length against speedup. On a line all rounds cost the same: speedup = acceptance length / cost."""
-    runs = [run for run in runs if run.overall["acceptance_length"] and run.overall["speedup"]]
+    """Acceptance length against speedup without prefill. On a line rounds cost the same: speedup = length / cost."""
+    runs = [run for run in runs if run.overall["acceptance_length"] and run.overall[OF_ROUNDS]]
     if not runs:
         return None
     axes = _axes(6.5, 4.5)
     for run in runs:
-        _points(axes, run, [(run.overall, run.overall["acceptance_length"])])
+        _points(axes, run, [(run.overall, run.overall["acceptance_length"])], what=OF_ROUNDS)
     right = 1.15 * max(run.overall["acceptance_length"] for run in runs)
-    top = 1.15 * max(run.overall["speedup_high"] or run.overall["speedup"] for run in runs)
+    top = 1.15 * max(run.overall[f"{OF_ROUNDS}_high"] or run.overall[OF_ROUNDS] for run in runs)
     _rays(axes, right, top, {f"{cost:g}": 1 / cost for cost in ROUND_COSTS})
     axes.axhline(1, color="black", linewidth=1)
     axes.set(
         xlim=(min(0.9, right), right), ylim=(0, top), xlabel="acceptance length (tokens per target pass)"
     )
-    axes.set_ylabel("speedup (95 % interval)")
+    axes.set_ylabel(OF_ROUNDS_LABEL)
     axes.set_title("grey lines: what a round costs, in autoregressive steps", fontsize=8, loc="left")
     return _legend(axes)
 
 
 def mbsu_and_speedup(runs: list[PlottedRun]) -> Figure | None:
-    """What reading weights alone would allow against what was measured."""
-    runs = [run for run in runs if run.overall["mbsu"] and run.overall["speedup"]]
+    """What reading weights alone would allow against what was measured without prefill."""
+    runs = [run for run in runs if run.overall["mbsu"] and run.overall[OF_ROUNDS]]
     if not runs:
         return None
     axes = _axes(5.5, 4.5)
     for run in runs:
-        _points(axes, run, [(run.overall, run.overall["mbsu"])])
-    ends = [run.overall[key] for run in runs for key in ("mbsu", "speedup", "speedup_low", "speedup_high")]
+        _points(axes, run, [(run.overall, run.overall["mbsu"])], what=OF_ROUNDS)
+    keys = ("mbsu", OF_ROUNDS, f"{OF_ROUNDS}_low", f"{OF_ROUNDS}_high")
+    ends = [run.overall[key] for run in runs for key in keys]
     low, high = 0.9 * min(filter(None, ends)), 1.1 * max(filter(None, ends))
     axes.plot([low, high], [low, high], color="grey", linestyle="--", linewidth=1)
     axes.set(xlim=(low, high), ylim=(low, high), xlabel="memory-bound speedup (MBSU)")
-    axes.set_ylabel("speedup (95 % interval)")
+    axes.set_ylabel(OF_ROUNDS_LABEL)
     title = "below the line: passes cost more than reading their weights; above it: less"
     axes.set_title(title, fontsize=8, loc="left")
     return _legend(axes)
@@ -207,7 +221,7 @@ def time_by_part(runs: list[PlottedRun]) -> Figure | None:
     axes = _axes(7, 1.4 + 0.35 * len(runs))
     left = np.zeros(len(runs))
     for part, colour in PARTS.items():
-        widths = np.array([_milliseconds(run.overall)[part] for run in runs])
+        widths = np.array([_milliseconds(run.overall).get(part, 0.0) for run in runs])
         if widths.any():
             axes.barh(range(len(runs)), widths, left=left, color=colour, hatch=HATCHES[part], label=part,
                       edgecolor="black", linewidth=0.5, height=0.6)  # fmt: skip
@@ -314,7 +328,8 @@ def engines(summaries: Iterable[dict]) -> Figure | None:
     for row, (name, summary) in enumerate(zip(names, shown)):
         colour = PALETTE[0] if summary.get("engine") is None else PALETTE[1]
         rate, ceiling = baseline_rate(summary["baseline"]), summary["baseline"]["ceiling_tokens_per_second"]
-        plain.barh(row, rate or 0.0, height=0.55, color=colour)
+        if rate:
+            plain.barh(row, rate, height=0.55, color=colour)
         if ceiling:
             plain.plot([ceiling] * 2, [row - 0.35, row + 0.35], color="black", linewidth=1.5)
         _points(gain, PlottedRun(name, summary, colour, MARKERS[0]), [(summary["overall"], row)], across=True)
@@ -389,9 +404,11 @@ def regimes(summaries: Iterable[dict]) -> Figure | None:
             "markersize": 5,
         }
         numbers = {size / 1e6: summary["overall"] for size, summary in sizes.items()}
-        comparable = {size: one for size, one in numbers.items() if one["speedup"] and one["mbsu"]}
-        values = [one["speedup"] for one in comparable.values()]
-        speedups.errorbar(list(comparable), values, yerr=_error_bars(comparable.values()), capsize=2, **style)
+        # MBSU is of the rounds alone: so is the speedup that is held against it.
+        comparable = {size: one for size, one in numbers.items() if one[OF_ROUNDS] and one["mbsu"]}
+        values = [one[OF_ROUNDS] for one in comparable.values()]
+        bars = _error_bars(comparable.values(), OF_ROUNDS)
+        speedups.errorbar(list(comparable), values, yerr=bars, capsize=2, **style)
         speedups.plot(
             list(comparable),
             [one["mbsu"] for one in comparable.values()],
@@ -399,18 +416,13 @@ def regimes(summaries: Iterable[dict]) -> Figure | None:
             color=style["color"],
             linewidth=1,
         )
-        # MBSU is of the rounds alone: so is the speedup that is held against it.
-        decoding = {
-            size: one["decode_speedup"] / one["mbsu"]
-            for size, one in comparable.items()
-            if one["decode_speedup"]
-        }
-        reached.plot(list(decoding), list(decoding.values()), label=name, **style)
+        shares = [one[OF_ROUNDS] / one["mbsu"] for one in comparable.values()]
+        reached.plot(list(comparable), shares, label=name, **style)
     more = _other_models(of_other_models(summaries, by_label), list(drafting), (bandwidth, speedups, reached))
     speedups.plot([], [], "--", color="grey", linewidth=1, label="MBSU")
     speedups.legend(fontsize=7, loc="upper left")
     speedups.axhline(1, color="grey", linewidth=0.7)
-    speedups.set(ylabel="speedup (95 % interval)")
+    speedups.set(ylabel=OF_ROUNDS_LABEL)
     reached.axhline(1, color="grey", linewidth=0.7)
     reached.set(ylabel="speedup without prefill / MBSU", ylim=(0, None))
     for axes in (bandwidth, speedups, reached):
@@ -450,18 +462,17 @@ def _other_models(
             )
         for label, run in runs.items():
             numbers = run["overall"]
-            if label not in lines or not numbers["speedup"]:
+            if label not in lines or not numbers[OF_ROUNDS]:
                 continue
             style: dict[str, Any] = {
                 "color": PALETTE[lines.index(label) % len(PALETTE)],
                 "marker": "*",
                 "markersize": 9,
             }
-            speedups.errorbar(
-                [size], [numbers["speedup"]], yerr=_error_bars([numbers]), linestyle="", capsize=2, **style
-            )
-            if numbers["mbsu"] and numbers["decode_speedup"]:
-                reached.plot([size], [numbers["decode_speedup"] / numbers["mbsu"]], linestyle="", **style)
+            bars = _error_bars([numbers], OF_ROUNDS)
+            speedups.errorbar([size], [numbers[OF_ROUNDS]], yerr=bars, linestyle="", capsize=2, **style)
+            if numbers["mbsu"]:
+                reached.plot([size], [numbers[OF_ROUNDS] / numbers["mbsu"]], linestyle="", **style)
     return [next(iter(runs.values()))["target_pass_bytes"] / 1e6 for runs in models.values()]
 
 
@@ -508,11 +519,17 @@ def _axes(width: float, height: float) -> Axes:
     return Figure(figsize=(width, height), layout="constrained").add_subplot()
 
 
-def _points(axes: Axes, run: PlottedRun, blocks: list[tuple[dict, float]], across: bool = False) -> None:
-    """The speedups of some numbers of a run with their intervals: upwards at x, or (across) rightwards at y."""
-    blocks = [(numbers, at) for numbers, at in blocks if numbers["speedup"] is not None]
-    values, at = [numbers["speedup"] for numbers, _ in blocks], [position for _, position in blocks]
-    errors = _error_bars([numbers for numbers, _ in blocks])
+def _points(
+    axes: Axes,
+    run: PlottedRun,
+    blocks: list[tuple[dict, float]],
+    across: bool = False,
+    what: str = "speedup",
+) -> None:
+    """A number in some blocks of a run, with its interval if it has one: upwards at x, or (across) rightwards at y."""
+    blocks = [(numbers, at) for numbers, at in blocks if numbers[what] is not None]
+    values, at = [numbers[what] for numbers, _ in blocks], [position for _, position in blocks]
+    errors = _error_bars([numbers for numbers, _ in blocks], what)
     style: dict[str, Any] = {
         "fmt": run.marker,
         "color": run.colour,
@@ -526,11 +543,11 @@ def _points(axes: Axes, run: PlottedRun, blocks: list[tuple[dict, float]], acros
         axes.errorbar(at, values, yerr=errors, **style)
 
 
-def _error_bars(blocks: Collection[dict]) -> list[list[float]]:
-    """How far each speedup's interval reaches below it, and above it; 0 where there is no interval."""
+def _error_bars(blocks: Collection[dict], what: str) -> list[list[float]]:
+    """How far the interval of a number reaches below it, and above it, in each block; 0 where there is no interval."""
     return [
-        [one["speedup"] - (one["speedup_low"] or one["speedup"]) for one in blocks],
-        [(one["speedup_high"] or one["speedup"]) - one["speedup"] for one in blocks],
+        [one[what] - (one[f"{what}_low"] or one[what]) for one in blocks],
+        [(one[f"{what}_high"] or one[what]) - one[what] for one in blocks],
     ]
 
 
@@ -590,13 +607,11 @@ def _wrapped(label: str) -> str:
 
 
 def _milliseconds(overall: dict) -> dict[str, float]:
-    """Milliseconds per token by part; what is in no part is other."""
-    names = {
-        "draft": "draft_seconds",
-        "verify": "verify_seconds",
-        "alignment": "align_seconds",
-        "prefill": "prefill_seconds",
-    }
-    parts = {part: overall[key] or 0.0 for part, key in names.items()}
-    parts["other"] = max(0.0, overall["seconds"] - sum(parts.values()))
-    return {part: 1e3 * seconds / overall["tokens"] for part, seconds in parts.items()}
+    """Milliseconds per token by part; what is in no part is other, or not told apart where a part is not known."""
+    names = {"draft": "draft_seconds", "verify": "verify_seconds", "prefill": "prefill_seconds"}
+    seconds = {part: overall[key] for part, key in names.items()}
+    rest = UNKNOWN_PARTS if None in seconds.values() else "other"
+    parts = {part: value or 0.0 for part, value in seconds.items()}
+    parts["alignment"] = overall["align_seconds"] or 0.0  # which single sequences do not have
+    parts[rest] = max(0.0, overall["seconds"] - sum(parts.values()))
+    return {part: 1e3 * value / overall["tokens"] for part, value in parts.items()}

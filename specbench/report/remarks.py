@@ -134,6 +134,12 @@ def disturbances(runs: Iterable[Run]) -> list[str]:
     return [f"DISTURBED in {len(lines)} of {len(runs)} runs: {DISTURBED.format(shares)}"]
 
 
+def machine_warnings(runs: Iterable[Run]) -> list[str]:
+    """What the machine did to the times of runs: its phases, that it was slow, that others disturbed them."""
+    runs = list(runs)
+    return [*different_phases(runs), *slow_machines(runs), *disturbances(runs)]
+
+
 def paired_over(count: int, unit: str) -> str:
     """On how many pairs of times a ratio rests; unit: as in `metrics.Relative`."""
     text = f"{count} {unit}" if count == 1 else f"{count} {unit}s"
@@ -318,7 +324,7 @@ def cautions(runs: Iterable[Run]) -> list[str]:
         if names := [run.name for run in runs if run.summary["weights"] == weights]:
             lines.append(f"{remark}: {named(names)}")
     lines += memories(runs)
-    lines += [*different_phases(runs), *slow_machines(runs), *disturbances(runs)]
+    lines += machine_warnings(runs)
     if 0 < len(slower) < len(runs):
         lines.append(
             f"speedups against {QUOTED['hf_generate']}, which was the faster, those of the others against "

@@ -25,13 +25,13 @@ import numpy as np
 import pandas as pd
 
 from specbench.config.spec import POOL
-from specbench.decoding.draft_length import Adaptive, Constant, Goodput, costs_by_length, listed_costs
 from specbench.measure.arms import BASELINE, METHOD
+from specbench.measure.draft_length import Adaptive, Constant, Goodput, costs_by_length, listed_costs
 from specbench.measure.metrics.dataframes import steps_frame
 from specbench.measure.metrics.timing import ARMS
 from specbench.report.cells import NUMBER, PlainTable, console, number_text
-from specbench.report.decision import LENGTH, draft_length, setting_of
-from specbench.report.runs import Run, finished_runs
+from specbench.report.decision import beside_length, draft_length, setting_of
+from specbench.report.runs import Run, as_text, finished_runs
 from specbench.report.tables import print_left_out
 from specbench.system.errors import UserError, file_errors, one_line_errors
 from specbench.system.settings import ADAPTIVE, CONSTANT, GOODPUT
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from rich.table import Table
-
-    from specbench.decoding.draft_length import Rule
 
 DRAWS = 20  # of the places that were not guessed
 LEAST_ROUNDS = 20  # of a length, for a mean of their costs
@@ -58,12 +56,14 @@ class Answer:
         limited: whether it ended for its length: drafts were no longer than what was left of it.
         baseline_seconds: that autoregressive decoding took for it, prompt included.
         prefill_seconds: that the method took for its prompt.
+        scale: the baseline's tokens after the first one / the method's.
     """
 
     right: np.ndarray
     limited: bool
     baseline_seconds: float
     prefill_seconds: float
+    scale: float
 
 
 @dataclass(frozen=True)
@@ -146,8 +146,9 @@ class Recorded:
                     plain = turn["arms"][ARMS[quoted]][i]
                     if key in rounds:
                         right = _guesses(rounds[key], len(answer["tokens"]))
+                        scale = (len(plain["tokens"]) - 1) / len(right)
                         limited, prefill = answer["finish"] == "length", answer["prefill_seconds"] or 0.0
-                        yield Answer(right, limited, plain["seconds"], prefill)
+                        yield Answer(right, limited, plain["seconds"], prefill, scale)
 
 
 def _seconds(rounds: pd.DataFrame) -> pd.Series:
@@ -164,7 +165,7 @@ def _guesses(rounds: pd.DataFrame, tokens: int) -> np.ndarray:
     return right[1:]
 
 
-def rounds_of(right: np.ndarray, rule: Rule, limited: bool = True) -> list[tuple[int, int]]:
+def rounds_of(right: np.ndarray, rule: Constant, limited: bool = True) -> list[tuple[int, int]]:
     """Plays a rule over an answer.
 
     Args:
@@ -188,7 +189,7 @@ def rounds_of(right: np.ndarray, rule: Rule, limited: bool = True) -> list[tuple
     return rounds
 
 
-def play(recorded: Recorded, costs: Sequence[float] | None, rule: Rule, oracle: bool = False) -> Played:
+def play(recorded: Recorded, costs: Sequence[float] | None, rule: Constant, oracle: bool = False) -> Played:
     """Plays a rule over the answers of a run.
 
     Args:
@@ -209,7 +210,9 @@ def play(recorded: Recorded, costs: Sequence[float] | None, rule: Rule, oracle: 
             passes += len(rounds)
             if by_length is not None:
                 drafted = [accepted if oracle else drafted for drafted, accepted in rounds]
-                method_seconds += answer.prefill_seconds + by_length[drafted].sum() * recorded.baseline_round
+                # Scaled to the baseline's number of tokens, as a measured speedup is.
+                decoding = by_length[drafted].sum() * recorded.baseline_round * answer.scale
+                method_seconds += answer.prefill_seconds + decoding
                 baseline_seconds += answer.baseline_seconds
     return Played(
         tokens / passes if passes else None, baseline_seconds / method_seconds if method_seconds else None
@@ -241,7 +244,7 @@ def replay_table(recorded: Sequence[Recorded], title: str) -> tuple[Table, str]:
     costs = listed_costs(means)
     beside = [one for one in recorded if one.rule == CONSTANT or one.most == base.longest]
     measured = {one.longest if one.rule == CONSTANT else one.rule: one.measured for one in beside}
-    rules: dict[str | int, Rule] = {length: Constant(length) for length in range(1, base.longest + 1)}
+    rules: dict[str | int, Constant] = {length: Constant(length) for length in range(1, base.longest + 1)}
     rules[ADAPTIVE] = Adaptive(base.longest)
     if costs is not None:
         # A run of the rule measured its costs on warm-up questions: the rule is played with these.
@@ -274,8 +277,7 @@ def groups(runs: Iterable[Run]) -> dict[str, list[Recorded]]:
         other = summary["unit"] == POOL or summary["temperature"] or summary["engine"] is not None
         if other or summary["overall"]["acceptance_rate"] is None or not (recorded := Recorded(run)).is_chain:
             continue
-        settings = {k: v for k, v in summary["settings"].items() if k != LENGTH and v is not None}
-        words = ", ".join(f"{key}={value}" for key, value in sorted(settings.items()))
+        words = ", ".join(as_text(beside_length(summary)))
         name = f"{summary['method']}{f' ({words})' if words else ''}: {setting_of(summary)}"
         alike.setdefault(name, []).append(recorded)
     return alike

@@ -40,6 +40,7 @@ SUMMARY = dict.fromkeys(
     (
         *("failed", "method", "drafter", "pair", "data", "task", "temperature", "batch_size", "protocol"),
         *("dtype", "device", "weights", "peak_memory_bytes", "unit"),
+        *("max_new_tokens", "limit", "seed", "processor"),
     )
 ) | {"settings": {}, "overall": NUMBERS, "tasks": {}, "equivalence": COUNTS, "baseline": BASELINE}
 RECORD = dict.fromkeys(("question_id", "task", "category", "pool", "error", "turns"))
@@ -56,11 +57,15 @@ DIFFERING = {
     "batch_size": "batch {}",
     "data": "{}",
     "task": "{}",
+    "limit": "limit={}",
     "temperature": "T={:g}",
+    "max_new_tokens": "max_new_tokens={}",
+    "seed": "seed={}",
     "threads": "threads={}",
     "verification": "{} verification",
     "dtype": "{}",
     "device": "{}",
+    "processor": "{}",
     "protocol": "protocol {}",
     "weights": "{} weights",
     "anatomy": "{}",
@@ -208,6 +213,8 @@ def _derived(folder: Path) -> dict:
         facts, config = migrated_facts(read_json(folder / store.FACTS)), store.read_config(folder)
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise UserError(f"damaged: {store.SUMMARY} cannot be derived ({error})") from error
+    if origin := Run(folder, {}).provenance:
+        facts = {"processor": provenance.processor(origin["machine"], facts["device"])} | facts
     return finite(metrics.summary(_records(folder), facts, config))
 
 
@@ -296,7 +303,7 @@ def task_names(summaries: Iterable[Mapping]) -> list[str]:
 def varied_settings(summaries: Iterable[Mapping]) -> list[dict]:
     """For each summary the settings that were varied for its method: in which two of its runs on one pair differ."""
     summaries = list(summaries)
-    every = [_chosen(summary) for summary in summaries]
+    every = [chosen_settings(summary) for summary in summaries]
     first: dict[tuple[str, str], dict] = {}
     varied: dict[str, set] = {}
     for summary, settings in zip(summaries, every):
@@ -312,7 +319,7 @@ def varied_settings(summaries: Iterable[Mapping]) -> list[dict]:
     ]
 
 
-def _chosen(summary: Mapping) -> dict:
+def chosen_settings(summary: Mapping) -> dict:
     """The settings of a run, and its draft model, which the pair names."""
     draft = summary.get("draft")
     return summary["settings"] | ({} if draft is None else {DRAFT: draft})

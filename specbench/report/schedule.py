@@ -15,11 +15,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from specbench.config.spec import POOL
 from specbench.measure.metrics.statistics import verdict
 from specbench.report.cells import NUMBER, PlainTable, console, speedup_text
-from specbench.report.decision import batch_size, draft_length, setting_of
+from specbench.report.decision import batch_size, beside_length, draft_length, setting_of
 from specbench.report.remarks import faults
-from specbench.report.runs import Run, finished_runs
+from specbench.report.runs import DRAFT, Run, as_text, finished_runs
 from specbench.report.tables import print_left_out
 from specbench.system.errors import UserError, file_errors, one_line_errors
 from specbench.system.settings import CONSTANT
@@ -53,22 +54,30 @@ class Schedule:
             size: 0 if run is None else draft_length(run.summary) or 0 for size, run in self.fastest.items()
         }
 
-    def vllm(self) -> dict:
-        """Keys of vLLM's speculative config: ranges of batch sizes, both ends included."""
+    @property
+    def ranges(self) -> list[list[int]]:
+        """The first and the last batch size of each range, and its draft length."""
         sizes = list(self.lengths)
         ends = [*(size - 1 for size in sizes[1:]), sizes[-1]]
-        ranges = [[size, end, self.lengths[size]] for size, end in zip(sizes, ends)]
+        return [[size, end, self.lengths[size]] for size, end in zip(sizes, ends)]
+
+    def vllm(self) -> dict:
+        """Keys of vLLM's speculative config: ranges of batch sizes, both ends included."""
         return {
             "num_speculative_tokens": max(self.lengths.values()),
-            "num_speculative_tokens_per_batch_size": ranges,
+            "num_speculative_tokens_per_batch_size": self.ranges,
         }
 
     def tensorrt_llm(self) -> dict:
-        """Keys of TensorRT-LLM's speculative config, whose length at batch size 1 must be the largest one."""
+        """Keys of TensorRT-LLM's speculative config, as it reads them since its pull request 10860 (March 2026).
+
+        A batch takes the length of the first key that is not smaller, and none above the largest key; the length of the
+        smallest key must be the largest one. Older versions take keys for the smallest batch of a length.
+        """
         first = self.lengths[min(self.lengths)]
         return {
             "max_draft_len": first,
-            "draft_len_schedule": {size: min(length, first) for size, length in self.lengths.items()},
+            "draft_len_schedule": {end: min(length, first) for _, end, length in self.ranges},
         }
 
     def sglang(self) -> dict:
@@ -77,28 +86,47 @@ class Schedule:
 
 
 def schedules(runs: Iterable[Run]) -> list[Schedule]:
-    """A schedule for each drafter and setting of which several batch sizes, or lengths, were measured."""
-    measured: dict[tuple[str, str], dict[int, list[Run]]] = {}
+    """A schedule for each drafter, scheduler and setting of which several batch sizes, or lengths, were measured."""
+    measured: dict[tuple[str, ...], dict[str, list[Run]]] = {}
     for run in runs:
         summary = run.summary
         has_length = draft_length(summary) and summary["draft_length"] == CONSTANT
         if summary["overall"]["acceptance_rate"] is None or not has_length:
             continue  # nothing is drafted, or not with one length
-        key = (summary["drafter"] or summary["method"], setting_of(summary, batches=False))
-        measured.setdefault(key, {}).setdefault(batch_size(summary), []).append(run)
-    return [
-        Schedule(
-            drafter,
-            setting,
-            {size: _fastest(of_size) for size, of_size in sorted(by_size.items())},
-            {
-                size: sorted({draft_length(run.summary) or 0 for run in of_size})
-                for size, of_size in sorted(by_size.items())
-            },
-        )
-        for (drafter, setting), by_size in measured.items()
-        if sum(map(len, by_size.values())) > 1
-    ]
+        scheduling, drafting = _chosen(summary)
+        key = (summary["drafter"] or summary["method"], drafting, setting_of(summary, batches=False))
+        measured.setdefault(key, {}).setdefault(scheduling, []).append(run)
+    every = []
+    for (drafter, *words), by_scheduler in measured.items():
+        single = by_scheduler.pop("", [])  # a batch of one, whatever schedules larger ones
+        for scheduling, of_it in (by_scheduler or {"": []}).items():
+            if len(single + of_it) > 1:
+                every.append(_schedule(drafter, filter(None, (scheduling, *words)), single + of_it))
+    return every
+
+
+def _chosen(summary: dict) -> tuple[str, str]:
+    """What schedules, empty for one sequence at a time, and what is set of the drafter but its length, in words."""
+    settings = beside_length(summary)
+    if summary["unit"] != POOL:
+        return "", ", ".join(sorted(as_text(settings)))
+    of_scheduler = {k: v for k, v in settings.items() if k != DRAFT and not k.startswith("drafter.")}
+    drafting = {k.removeprefix("drafter."): v for k, v in settings.items() if k not in of_scheduler}
+    return ", ".join([summary["method"], *as_text(of_scheduler)]), ", ".join(sorted(as_text(drafting)))
+
+
+def _schedule(drafter: str, words: Iterable[str], runs: list[Run]) -> Schedule:
+    """The schedule of runs that differ in batch size and draft length; words: of what they share."""
+    by_size: dict[int, list[Run]] = {}
+    for run in sorted(runs, key=lambda run: batch_size(run.summary)):
+        by_size.setdefault(batch_size(run.summary), []).append(run)
+    lengths = {size: {draft_length(run.summary) or 0 for run in of_size} for size, of_size in by_size.items()}
+    return Schedule(
+        drafter,
+        ", ".join(words),
+        {size: _fastest(of_size) for size, of_size in by_size.items()},
+        {size: sorted(of_size) for size, of_size in lengths.items()},
+    )
 
 
 def _fastest(runs: list[Run]) -> Run | None:

@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import SmolLM3Config, SmolLM3ForCausalLM
 
-from specbench.decoding.model.agreement import check_staged
 from specbench.decoding.model.graphs import Options, options_of
 from specbench.decoding.model.staged_model import StagedModel
+from specbench.measure.agreement import check_staged
 from specbench.models.pairs import choose_device, load_pair
 from specbench.models.surgery import cut
 from specbench.system.errors import UserError

@@ -17,9 +17,9 @@ from methods.pld import PromptLookup
 from methods.s2d import SortedDraft
 from methods.sps import SpeculativeSampling
 from specbench.decoding.engine import Engine
-from specbench.decoding.model.agreement import check_staged
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
+from specbench.measure.agreement import check_staged
 from specbench.models.pairs import load_pair
 from specbench.system.errors import UserError
 from tests.support.conf import composed, file_of, is_hub_id, names

@@ -14,7 +14,10 @@ from specbench.measure.metrics.metrics import METRICS
 from specbench.measure.metrics.statistics import Speedup
 from specbench.report import claims, formats
 from specbench.system.errors import UserError
+from tests.report.test_phases import measured
+from tests.support.messages import says
 from tests.support.samples import (
+    PROVENANCE,
     SUMMARY,
     batched,
     changed,
@@ -24,7 +27,7 @@ from tests.support.samples import (
     runs_of,
     wrong,
 )
-from tests.support.synthetic import answered, columns, generation, record, turn
+from tests.support.synthetic import answered, columns, generation, record, slowed, turn
 
 KNOWN = yaml.safe_load(claims.FILE.read_text())
 
@@ -268,6 +271,17 @@ def test_the_speedup_of_the_last_run_that_matches():
     assert found(claim, runs[:1]).estimate.value == 3.0 and found(claim, runs[2:]).verdict == "not measured"
 
 
+@pytest.mark.parametrize("change", [{"task": "qa"}, {"temperature": 1.0}, {"data": "jsonl"}])
+@pytest.mark.parametrize("measure", [{"measure": "speedup"}, {"measure": "number", "what": "speedup"}])
+def test_an_overall_figure_is_of_all_tasks_and_greedy(change, measure):
+    """A later run of one task, of drawn answers or of other questions does not decide, unless a claim is of those."""
+    claim = {"of": {"method": "kangaroo"}, "at_least": 1.5} | measure
+    runs = runs_of(a=faster(1.2), b=faster(1.9, **change))
+    assert found(claim, runs).estimate.value == 1.2
+    assert found(claim | {"of": claim["of"] | change}, runs).estimate.value == 1.9
+    assert found(claim, runs[1:]).verdict == "not measured"
+
+
 def test_a_number_of_the_summary():
     claim = {"measure": "number", "what": "stats.overlap.hidden_share", "of": {}, "at_least": 0.7}
     hidden = changed(SUMMARY, overall__stats={"overlap": {"hidden_share": 0.8}})
@@ -358,6 +372,66 @@ def test_against_the_strongest_of_others(tmp_path):
         assert (checked.verdict, checked.estimate, checked.remark) == ("not measured", None, "no run for it")
 
 
+def test_the_last_run_of_ours_that_every_other_can_be_compared_with_counts(tmp_path):
+    """A later one, which nobody else was run beside, takes no verdict away."""
+    speedups = {"ours": 1.8, "weak": 1.2, "strong": 1.5}
+    runs = [
+        run_of(tmp_path, name, SUMMARY | {"method": name}, records=journal(speedup, seed))
+        for seed, (name, speedup) in enumerate(speedups.items())
+    ]
+    later = SUMMARY | {"method": "ours", "max_new_tokens": 512}
+    alone = run_of(tmp_path, "alone", later, records=journal(9.0))
+    half = run_of(tmp_path, "half", later | {"method": "weak"}, records=journal(1.0))
+    assert found(AGAINST, [*runs, alone, half]) == found(AGAINST, runs)
+    assert found(AGAINST, [alone, *runs[1:]]).verdict == "not measured"  # a length at 512 tokens by one at 64
+
+
+def test_another_without_a_question_in_common_is_left_out_and_named(tmp_path):
+    ours, strong = (
+        run_of(tmp_path, name, SUMMARY | {"method": name}, records=journal(speedup))
+        for name, speedup in {"ours": 1.8, "strong": 1.5}.items()
+    )
+    elsewhere = [one | {"question_id": 100 + one["question_id"]} for one in journal(1.2)]
+    weak = run_of(tmp_path, "weak", SUMMARY | {"method": "weak"}, records=elsewhere)
+    checked = found(AGAINST, [ours, weak, strong])
+    assert checked.estimate.value == pytest.approx(1.2)
+    assert checked.remark == "against strong; 30 questions; no measured question in common with weak"
+    checked = found(AGAINST | {"against": [{"method": "weak"}]}, [ours, weak])
+    assert (checked.verdict, checked.remark) == (
+        "not measured",
+        "no measured question in common with weak",
+    )
+
+
+def test_what_compared_runs_differ_in_stands_in_the_line(tmp_path):
+    claim = AGAINST | {"against": [{"method": "weak"}]}
+    ours = run_of(tmp_path, "ours", SUMMARY | {"method": "ours"}, records=journal(1.8))
+    theirs = SUMMARY | {"method": "weak"}
+    older = changed(PROVENANCE, versions__torch="2.0")
+    weak = run_of(tmp_path, "weak", theirs, older, records=journal(1.2)[:20])
+    remark = found(claim, [ours, weak]).remark
+    assert says(remark, "against weak; 20 questions; versions.torch 2.0 against 2.13 ... only the 20 in both")
+    kernels = run_of(tmp_path, "kernels", theirs | {"kernels": "no compiler"}, records=journal(1.2))
+    ours.summary["kernels"] = None
+    assert "kernels torch's (no compiler) against our own" in found(claim, [ours, kernels]).remark
+
+
+def test_what_disturbed_a_time_stands_in_the_line(tmp_path):
+    claim = AGAINST | {"against": [{"method": "weak"}]}
+    slow = measured(slowed(product=0.3), summary=SUMMARY | {"method": "ours"})
+    busy = SUMMARY | {"method": "weak", "machine": {"still_disturbed_share": 0.4}}
+    runs = [
+        run_of(tmp_path, name, summary, records=journal(1.5))
+        for name, summary in {"ours": slow, "weak": busy}.items()
+    ]
+    remark = found(claim, runs).remark
+    assert says(remark, "30 questions; ours: SLOW MACHINE ... 30% ... weak: DISTURBED ... 40%")
+    assert found(claim | {"what": "acceptance_length"}, runs).remark == "against weak; 30 questions"
+    for measure in ({"measure": "speedup"}, {"measure": "number", "what": "alignment_share"}):
+        alone = {"of": {"method": "weak"}, "at_least": 1.0} | measure
+        assert says(found(alone, runs).remark, "30 questions; weak: DISTURBED ... 40%")
+
+
 def test_others_are_of_the_same_pair(tmp_path):
     names = {"ours": 1.8, "weak": 1.2, "strong": 1.5}
     runs = [
@@ -432,6 +506,23 @@ def test_throughput_of_batches(tmp_path):
     )  # the machine was slower for the second
     assert 3 < checked.estimate.low < 4 < checked.estimate.high < 5 and checked.verdict == "supported"
     assert checked.remark == "against exspec + sps, batch 1; 3 repeats of one pool: timing noise only"
+
+
+def test_batches_of_other_pools_are_not_divided_by_each_other(tmp_path):
+    """`pool=2` and `pool=4`; that the batch sizes differ is what the claim is of."""
+    claim = {"measure": "relative", "what": "throughput", "at_least": 3.0}
+    claim |= {"of": {"batch_size": 8}, "against": [{"batch_size": 1}]}
+    journals = {"small": pools([4.0, 4.2], 8.0), "large": pools([1.3, 1.2], 10.0)}
+    journals["halves"] = [one | {"pool": one["question_id"] // 2} for one in journals["large"]]
+
+    def measured_at(size: int, name: str):
+        origin = changed(PROVENANCE, config__batch_size=size)
+        return run_of(tmp_path, name, batched(batch_size=size), origin, journals[name])
+
+    small, large, halves = measured_at(1, "small"), measured_at(8, "large"), measured_at(8, "halves")
+    assert found(claim, [small, halves]).verdict == "not measured"
+    checked = found(claim, [small, large, halves])
+    assert checked == found(claim, [small, large]) and "config.batch_size" not in checked.remark
 
 
 def sized(method: str, parameters: int, shared_head: bool | None = None, **changes) -> dict:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
+
 from specbench.report import remarks
 from specbench.report.decision import decision_table, decisions
 from specbench.report.runs import labels
+from tests.report.test_phases import measured
 from tests.report.test_tables import shown
 from tests.support.samples import NUMBERS, SUMMARY, batched, changed, faster, runs_of, wrong
+from tests.support.synthetic import slowed
 
 
 def run(method: str, speedup: float, low: float, high: float, **changes) -> dict:
@@ -135,6 +139,30 @@ def test_a_table_says_what_drafters_were_trained_on_and_which_runs_were_disturbe
     assert (
         "3.5 M" in text and "disturbed by other processes: kangaroo" in text and "160 questions a run" in text
     )
+
+
+def test_a_table_says_which_runs_a_slow_machine_measured():
+    slow = measured(slowed(product=0.3), summary=run("kangaroo", 1.5, 1.4, 1.6))
+    text = shown(decision_table(one(a=slow, b=run("sps", 1.4, 1.3, 1.5))), 140)
+    assert "measured on a slow machine: kangaroo" in text and "disturbed" not in text
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("max_new_tokens", 512, "max_new_tokens=512"),
+        ("limit", 5, "limit=5"),
+        ("seed", 1, "seed=1"),
+        ("processor", "H100", "H100"),
+    ],
+)
+def test_what_was_measured_otherwise_is_no_alternative_and_no_repeat(key, value, words):
+    """Two GPUs in one sentence, or an answer of 512 tokens beside one of 64, would be no choice."""
+    first, second = decisions(
+        runs_of(a=run("sps", 1.5, 1.4, 1.6), b=run("sps", 1.2, 1.1, 1.3) | {key: value})
+    )
+    assert words in second.setting and words not in first.setting
+    assert [len(alternative.runs) for alternative in (*first.alternatives, *second.alternatives)] == [1, 1]
 
 
 def test_of_many_alternatives_the_fastest_are_shown():

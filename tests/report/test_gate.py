@@ -12,7 +12,10 @@ from specbench.report import __main__ as report
 from specbench.report import gate
 from specbench.report.runs import differences
 from tests.report.test_compare import records, run, seconds  # noqa: F401 - run is a fixture
+from tests.report.test_phases import measured
+from tests.support.messages import says
 from tests.support.samples import PROVENANCE, SUMMARY, changed
+from tests.support.synthetic import slowed
 
 
 @pytest.fixture
@@ -141,6 +144,16 @@ def test_too_few_questions_for_an_interval_may_not_be_compared(run):  # noqa: F8
 def test_what_needs_no_clock_is_the_same_on_a_slower_machine(pair, metric):
     [one] = gate.judge(pair(1.2, machine=3.0), metric, fail_below=0.97)
     assert (one.ratio, one.verdict, one.count) == (pytest.approx(1), "passed", 40)
+
+
+def test_what_the_machine_did_is_a_reason_to_doubt_a_time_and_no_failure(pair):
+    first, second = pair(1.5)
+    slow = replace(first, summary=measured(slowed(product=0.3), summary=first.summary))
+    busy = replace(second, summary=second.summary | {"machine": {"still_disturbed_share": 0.4}})
+    [one] = gate.judge([slow, busy], fail_below=0.97)
+    assert one.verdict == "passed" and len(one.reasons) == 2
+    assert says(str(one), f"{slow.name}: SLOW MACHINE ... 30% ... {busy.name}: DISTURBED ... 40%")
+    assert gate.judge([slow, busy], "acceptance_length", fail_below=0.97)[0].reasons == []
 
 
 def test_the_command_prints_json_and_ends_with_the_exit_code(pair, monkeypatch, capsys):

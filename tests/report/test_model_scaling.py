@@ -55,9 +55,28 @@ def test_other_models_are_points_of_the_methods_that_have_a_line():
     assert of_other_models(others, lines) == {"real": {"sps": again}, "real, bfloat16": {"sps": half}}
 
 
+@pytest.mark.parametrize(
+    "change", [{"temperature": 1.0}, {"threads": 4}, {"task": "qa"}, {"max_new_tokens": 512}]
+)
+def test_a_run_that_was_decoded_otherwise_is_no_point_of_a_line(change):
+    lines = by_size([sized("sps", 100), sized("sps", 400)])
+    real = sized("sps", 300) | {"weights": "pretrained", "pair": "real", "data": "tiny", "experiment": "e"}
+    assert of_other_models([real, real | change], lines) == {"real": {"sps": real}}
+
+
+def test_a_point_has_the_settings_of_its_line():
+    lines = by_size([sized("sps", size, settings={"n": n}) for n in (1, 2) for size in (100, 400)])
+    real = {"weights": "pretrained", "pair": "real"}
+    reals = [sized("sps", 300, settings={"n": n}) | real for n in (1, 2, 3)]
+    assert of_other_models(reals, lines) == {"real": {"sps, n=1": reals[0], "sps, n=2": reals[1]}}
+
+
 def test_other_models_are_drawn_beside_the_lines():
     line = [sized("sps", size, overall__speedup=speed) for size, speed in ((100, 1.2), (400, 1.8))]
-    real = sized("sps", 300, 0.6, overall__speedup=1.4) | {"weights": "pretrained", "pair": "real"}
+    ends = {
+        f"overall__decode_speedup{end}": 1.4 + by for end, by in (("", 0), ("_low", -0.1), ("_high", 0.1))
+    }
+    real = sized("sps", 300, 0.6, **ends) | {"weights": "pretrained", "pair": "real"}
     bandwidth, speedups, _ = plots.regimes([*line, real]).axes
     assert [text.get_text() for text in bandwidth.get_xticklabels()] == ["100", "300", "400"]
     assert [0.6] in [list(one.get_ydata()) for one in bandwidth.get_lines()]
@@ -80,7 +99,15 @@ def test_the_plot_has_each_methods_speedups_and_their_bound():
     summaries = [
         *(sized("ar", size, **none) for size in (100, 400)),
         *(
-            sized("sps", size, overall__speedup=speed, overall__decode_speedup=speed + 0.1, overall__mbsu=2.0)
+            sized(
+                "sps",
+                size,
+                overall__speedup=speed,
+                overall__decode_speedup=speed + 0.1,
+                overall__decode_speedup_low=None,
+                overall__decode_speedup_high=None,
+                overall__mbsu=2.0,
+            )
             for size, speed in ((100, 1.2), (400, 1.8))
         ),
     ]
@@ -88,7 +115,8 @@ def test_the_plot_has_each_methods_speedups_and_their_bound():
     bandwidth, speedups, reached = drawn.axes
     assert [text.get_text() for text in bandwidth.get_xticklabels()] == ["100", "400"]
     lines = [list(line.get_ydata()) for line in speedups.get_lines()]
-    assert [1.2, 1.8] in lines and [2.0, 2.0] in lines
+    assert pytest.approx([1.3, 1.9]) in lines and [2.0, 2.0] in lines
+    assert speedups.get_ylabel() == plots.OF_ROUNDS_LABEL
     ratios = next(line for line in reached.get_lines() if line.get_label() == "sps")
     assert list(ratios.get_ydata()) == pytest.approx([0.65, 0.95])
     assert not any(line.get_label() == "ar" for line in reached.get_lines())

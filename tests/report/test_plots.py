@@ -96,7 +96,7 @@ def test_without_an_interval_a_point_has_none(drawn):
 
 def test_acceptance_against_speedup(drawn):
     found = points(drawn["acceptance_and_speedup"])
-    assert found["kangaroo"][:2] == ([3.21], [1.52]) and found["pld"][:2] == ([1.7], [1.8])
+    assert found["kangaroo"][:2] == ([3.21], [1.6]) and found["pld"][:2] == ([1.7], [1.8])
     ((low, high),) = found["pld"][2]
     assert (low[0], high[0]) == (1.7, 1.7) and (low[1], high[1]) == pytest.approx((1.7, 1.9))
     axes = drawn["acceptance_and_speedup"].axes[0]
@@ -104,12 +104,14 @@ def test_acceptance_against_speedup(drawn):
         line.get_ydata()[1] / line.get_xdata()[1] for line in axes.lines if line.get_linestyle() == "--"
     ]
     assert slopes == pytest.approx([1 / cost for cost in plots.ROUND_COSTS])
+    assert axes.get_ylabel() == plots.OF_ROUNDS_LABEL
     assert axes.get_ylim()[1] > 1.9 and axes.get_xlim()[1] > 3.21
 
 
 def test_mbsu_against_speedup(drawn):
     found = points(drawn["mbsu_and_speedup"])
-    assert found["kangaroo"][:2] == ([1.9], [1.52]) and found["pld"][:2] == ([1.65], [1.8])
+    assert found["kangaroo"][:2] == ([1.9], [1.6]) and found["pld"][:2] == ([1.65], [1.8])
+    assert drawn["mbsu_and_speedup"].axes[0].get_ylabel() == plots.OF_ROUNDS_LABEL
     axes = drawn["mbsu_and_speedup"].axes[0]
     (diagonal,) = [line for line in axes.lines if line.get_linestyle() == "--"]
     assert (
@@ -138,6 +140,15 @@ def test_where_the_time_of_a_token_goes():
     lines = [line.get_xdata()[0] for line in axes.lines]
     assert lines == pytest.approx([1e3 / 41.2] * 2)  # the faster baseline
     assert [text.get_text() for text in axes.get_legend().get_texts()].count("baseline") == 1
+
+
+def test_seconds_that_are_not_known_are_one_part_and_no_other():
+    """Another engine shows whole rounds: of its 5 ms a token 0.2 are the prompt's."""
+    served = changed(SUMMARY, method="served", overall__draft_seconds=None, overall__verify_seconds=None)
+    axes = plots.figures(runs_of(a=served, b=SUMMARY))["time"].axes[0]
+    parts = {bars.get_label(): [bar.get_width() for bar in bars] for bars in axes.containers}
+    assert parts["not told apart"] == pytest.approx([4.8, 0.0])
+    assert parts["prefill"] == pytest.approx([0.2, 0.2]) and parts["other"] == pytest.approx([0.0, 0.3])
 
 
 def test_acceptance_by_position(drawn):
@@ -175,20 +186,20 @@ def test_engines_stand_beside_our_own_run_of_the_method():
         SUMMARY, engine=engine, overall__speedup=0.9, overall__speedup_low=0.8, overall__speedup_high=1.1
     )
     unknown = changed(served, engine__name="vllm", baseline__ceiling_tokens_per_second=None)
-    figure = plots.engines([SUMMARY, served, unknown, changed(SUMMARY, method="pld")])
+    unmeasured = changed(served, engine__name="openai", baseline__tokens_per_second=None)
+    figure = plots.engines([SUMMARY, served, unknown, changed(SUMMARY, method="pld"), unmeasured])
     plain, gain = figure.axes
     assert [label.get_text() for label in plain.get_yticklabels()] == [
-        *("kangaroo", "kangaroo by llama_cpp", "kangaroo by vllm")
+        *("kangaroo", "kangaroo by llama_cpp", "kangaroo by vllm", "kangaroo by openai")
     ]
-    assert [bar.get_width() for bar in plain.patches] == [41.2] * 3
+    assert [bar.get_width() for bar in plain.patches] == [41.2] * 3  # of the fourth there is no rate
     ceilings = [line.get_xdata()[0] for line in plain.lines]
-    assert ceilings == pytest.approx([61.5] * 2)  # of the third it is not known
+    assert ceilings == pytest.approx([61.5] * 3)  # of the third it is not known
     assert [container.lines[0].get_xdata().tolist() for container in gain.containers] == [
         [1.52],
-        [0.9],
-        [0.9],
+        *[[0.9]] * 3,
     ]
-    assert [note.get_text() for note in gain.texts] == ["79/1/0"] * 3
+    assert [note.get_text() for note in gain.texts] == ["79/1/0"] * 4
     assert plots.engines([SUMMARY]) is None
 
 
@@ -214,6 +225,19 @@ def test_a_run_looks_the_same_in_every_plot(drawn):
     assert len(set.union(*looks.values())) == len(looks)
 
 
+def test_a_run_looks_the_same_where_fewer_are_drawn():
+    many = {f"r{i}": faster(1 + i / 10, settings={"n": i}) for i in range(plots.MAX_SERIES + 3)}
+    drawn = plots.figures(runs_of(**many))
+    few, more = (
+        {
+            container.get_label(): (container.lines[0].get_color(), container.lines[0].get_marker())
+            for container in drawn[name].axes[0].containers
+        }
+        for name in ("speedup_by_task", "acceptance_and_speedup")
+    )
+    assert (len(few), len(more)) == (plots.MAX_SERIES, len(many)) and few.items() <= more.items()
+
+
 def test_where_there_is_nothing_nothing_is_drawn():
     assert plots.figures([]) == {}
     assert plots.figures(runs_of(a=nothing())) == {}
@@ -232,8 +256,8 @@ def test_where_there_is_nothing_nothing_is_drawn():
         assert draw([]) is None and draw(empty) is None
 
 
-NULLS = ("speedup", "speedup_low", "acceptance_length", "mbsu", "tokens", "seconds", "draft_seconds",
-         "prefill_seconds", "tokens_per_second")  # fmt: skip
+NULLS = ("speedup", "decode_speedup", "speedup_low", "acceptance_length", "mbsu", "tokens", "seconds",
+         "draft_seconds", "prefill_seconds", "tokens_per_second")  # fmt: skip
 
 
 def test_the_share_of_a_few_rounds_is_not_drawn():
@@ -258,11 +282,11 @@ def test_a_number_that_is_null_crashes_no_plot():
         null = NUMBERS | shares | {key: None}
         summary = SUMMARY | {"overall": null, "tasks": {"qa": null}}
         named.append((key, Run(None, changed(summary, baseline__tokens_per_second=None))))
-    runs, _ = plots.chosen(named)
+    runs, _ = plots.chosen(named, len(named))
     lacking = {
         plots.speedup_by_task: {"speedup"},
-        plots.acceptance_and_speedup: {"speedup", "acceptance_length"},
-        plots.mbsu_and_speedup: {"speedup", "mbsu"},
+        plots.acceptance_and_speedup: {"decode_speedup", "acceptance_length"},
+        plots.mbsu_and_speedup: {"decode_speedup", "mbsu"},
         plots.time_by_part: {"tokens", "seconds"},
         plots.acceptance_by_position: set(),
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from specbench.decoding.draft_length import Adaptive, Constant, listed_costs
+from specbench.measure.draft_length import Adaptive, Constant, listed_costs
 from specbench.report.replay import (
     LEAST_ROUNDS,
     Recorded,
@@ -101,6 +101,18 @@ def test_a_replayed_speedup_is_against_the_baseline_that_the_run_is_quoted_again
     costs = listed_costs(mean_costs([Recorded(slow)]))
     ours, theirs = (play(Recorded(one), costs, Constant(4)) for one in (slow, fast))
     assert theirs.speedup == pytest.approx(ours.speedup / 1.3) and theirs.length == ours.length
+
+
+def test_a_replayed_speedup_is_over_as_many_tokens_as_the_baseline_gave():
+    """Half as long a baseline takes half the decoding of both, as it does in a measured speedup."""
+    costs = listed_costs(mean_costs([Recorded(run(6))]))
+    full, cut = run(6), run(6)
+    for one in cut.records:
+        [plain] = one["turns"][0]["arms"]["baseline"]
+        plain |= {"tokens": plain["tokens"][: 1 + TOKENS // 2], "seconds": 0.1 + 0.01 * TOKENS / 2}
+    decoding = (0.1 + 0.01 * TOKENS) / play(Recorded(full), costs, Constant(4)).speedup - 0.1
+    expected = (0.1 + 0.01 * TOKENS / 2) / (0.1 + decoding / 2)
+    assert play(Recorded(cut), costs, Constant(4)).speedup == pytest.approx(expected)
 
 
 @pytest.mark.first_fast
@@ -210,6 +222,13 @@ def test_only_chains_of_single_questions_without_chance_are_replayed():
     assert [[one.longest for one in group] for group in found.values()] == [[4, 2, 3], [2]]
     first, second = found
     assert first.startswith("sps: pair=tiny") and "vocab_size=9" in second
+
+
+def test_runs_of_other_draft_models_are_not_played_together():
+    large = [run(length, draft="large") for length in (4, 2)]
+    found = groups([run(4, draft="small"), *large])
+    assert [[one.longest for one in group] for group in found.values()] == [[4], [4, 2]]
+    assert "draft=large" in list(found)[1]
 
 
 def test_without_such_runs_it_says_what_to_run(tmp_path, monkeypatch, capfd):

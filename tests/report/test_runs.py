@@ -149,6 +149,19 @@ def test_a_folder_of_an_earlier_version_is_derived_from_its_records(tmp_path):
         read_run(run_dir)
 
 
+@pytest.mark.parametrize(("device", "processor"), [("cpu", "EPYC"), ("cuda:0", "H100")])
+def test_the_processor_of_an_older_folder_is_that_of_its_provenance(tmp_path, device, processor):
+    facts, records = without(FACTS, "processor") | {"device": device}, [answered(1)]
+    today = finite(metrics.summary(records, FACTS, CONFIG))
+    origin = changed(PROVENANCE, machine__gpus=[{"name": "H100"}])
+    run_dir = write_run(tmp_path, "older", without(today, "processor"), origin, records)
+    write_json(run_dir / store.FACTS, facts)
+    (run_dir / store.CONFIG).write_text(json.dumps(CONFIG))
+    assert read_run(run_dir).summary["processor"] == processor
+    (run_dir / store.PROVENANCE).unlink()
+    assert read_run(run_dir).summary["processor"] is None
+
+
 def test_folders_that_tell_of_batches_alone_have_a_unit(tmp_path):
     for unit, summary, flag in (("question", SUMMARY, False), ("pool", batched(), True)):
         found = run_of(tmp_path, unit, without(summary, "unit"))
@@ -295,6 +308,10 @@ def test_labels_name_what_runs_differ_in():
         ("data", "tiny", "kangaroo, tiny"),
         ("task", "qa", "kangaroo, qa"),
         ("temperature", 0.7, "kangaroo, T=0.7"),
+        ("max_new_tokens", 512, "kangaroo, max_new_tokens=512"),
+        ("limit", 5, "kangaroo, limit=5"),
+        ("seed", 1, "kangaroo, seed=1"),
+        ("processor", "H100", "kangaroo, H100"),
         ("dtype", "bfloat16", "kangaroo, bfloat16"),
         ("device", "cuda", "kangaroo, cuda"),
         ("protocol", "spec_bench", "kangaroo, protocol spec_bench"),

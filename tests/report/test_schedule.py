@@ -40,14 +40,14 @@ def test_the_forms_of_the_engines():
         "num_speculative_tokens": 4,
         "num_speculative_tokens_per_batch_size": [[1, 3, 4], [4, 15, 2], [16, 16, 0]],
     }
-    assert schedule.tensorrt_llm() == {"max_draft_len": 4, "draft_len_schedule": {1: 4, 4: 2, 16: 0}}
+    assert schedule.tensorrt_llm() == {"max_draft_len": 4, "draft_len_schedule": {3: 4, 15: 2, 16: 0}}
     assert schedule.sglang() == {"1": {"candidate_steps": [4]}, "4": {"candidate_steps": [2]}}
 
 
 def test_tensorrt_llm_drafts_the_most_at_the_smallest_batch():
     (schedule,) = schedules(runs_of(a=run(1, 2, 1.4), b=run(4, 4, 1.5)))
     assert schedule.lengths == {1: 2, 4: 4}
-    assert schedule.tensorrt_llm() == {"max_draft_len": 2, "draft_len_schedule": {1: 2, 4: 2}}
+    assert schedule.tensorrt_llm() == {"max_draft_len": 2, "draft_len_schedule": {3: 2, 4: 2}}
 
 
 def test_a_fast_run_with_a_violation_is_not_taken():
@@ -61,6 +61,33 @@ def test_questions_are_batches_of_one_and_drafters_have_schedules_of_their_own()
     other = changed(batched("ragged", "eagle2", 4), settings={"drafter.max_draft_tokens": 5})
     both = schedules(runs_of(a=alone, b=run(4, 2, 1.3), c=other, d=changed(other, batch_size=8)))
     assert [(one.drafter, one.lengths) for one in both] == [("sps", {1: 6, 4: 2}), ("eagle2", {4: 5, 8: 5})]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"draft": "large"}, {"method": "exspec"}, {"max_new_tokens": 512}),
+        {"settings": {"drafter.max_draft_tokens": 4, "drafter.confidence_threshold": 0.4}},
+        {"settings": {"drafter.max_draft_tokens": 4, "window": 8}},
+    ],
+)
+def test_other_settings_draft_models_and_schedulers_have_schedules_of_their_own(change):
+    others = {f"o{size}": changed(run(size, 4, 2.0), **change) for size in (1, 4)}
+    first, second = schedules(runs_of(**BATCHES, **others))
+    assert (first.lengths, second.lengths) == ({1: 4, 4: 2, 16: 0}, {1: 4, 4: 4})
+    assert first.setting.startswith("ragged, ") and first.setting != second.setting
+
+
+def test_a_question_is_a_batch_of_one_for_every_scheduler():
+    alone = changed(SUMMARY, method="sps", settings={"max_draft_tokens": 6, "n": 1}, draft="small")
+    settings = {"drafter.max_draft_tokens": 2, "drafter.n": 1}
+    batches = {
+        name: changed(run(4, 2, 1.3), method=name, settings=settings, draft="small")
+        for name in ("ragged", "exspec")
+    }
+    both = schedules(runs_of(a=alone, **batches))
+    assert [one.lengths for one in both] == [{1: 6, 4: 2}] * 2
+    assert [one.setting.split(",")[0] for one in both] == ["ragged", "exspec"]
 
 
 @pytest.mark.parametrize(

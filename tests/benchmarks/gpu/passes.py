@@ -220,7 +220,7 @@ def _drafted(check: Check, pair: Pair, context: int = 300) -> tuple[float, int]:
     drafter._fed[0] = context - 1
     tokens = torch.ones(1, 2048, dtype=torch.int64, device=check.device)
     layout = RaggedLayout(target.new_cache(2048))
-    batch = Batch([], [context], [5], 5, 5, tokens, SamplingParams(5), layout)
+    batch = Batch([], [context], [5], 5, tokens, SamplingParams(5), layout)
     drafter.draft(batch)
     spent = MS * seconds(check, lambda: drafter.draft(batch))
     replayed = drafter.draft(batch).tokens
