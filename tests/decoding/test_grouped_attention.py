@@ -10,6 +10,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from specbench.decoding.cpu import grouped_attention as attention
 from specbench.decoding.cpu.grouped_attention import NAME, SHORT, attend, fold_mask
+from specbench.decoding.cpu.native import MOST_TOKENS
 from specbench.decoding.kv_cache import ForwardContext
 from specbench.decoding.model import staged_model
 from specbench.decoding.model.staged_model import StagedModel
@@ -69,16 +70,18 @@ def test_a_kernel_may_lay_its_result_out_as_it_likes(monkeypatch, n):
 
 
 @pytest.mark.parametrize(
-    ("n", "masked", "options"),
+    ("n", "kernel", "masked", "options"),
     [
-        (SHORT + 1, True, {}),
-        (9, False, {}),
-        (1, True, {"softcap": 2.0}),
-        (1, False, {"position_bias": states(1)}),
+        (SHORT + 1, False, True, {}),
+        (MOST_TOKENS + 1, True, True, {}),
+        (9, True, False, {}),
+        (1, True, True, {"softcap": 2.0}),
+        (1, True, False, {"position_bias": states(1)}),
     ],
 )
-def test_other_passes_are_left_to_transformers(n, masked, options):
+def test_other_passes_are_left_to_transformers(n, kernel, masked, options, monkeypatch):
     """A long pass with a mask, a prefill without one, and scores that are changed on the way."""
+    monkeypatch.setattr(attention, "has_kernel", lambda device, dtype: kernel)
     asked = []
     mask = fold_mask(torch.zeros(1, 1, n, n), 2) if masked else None
     query, key = states(1, 4, n, 8), states(1, 2, n, 8)

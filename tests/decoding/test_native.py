@@ -11,8 +11,10 @@ import torch
 
 from specbench.decoding.cpu import native, packed_linear
 from specbench.decoding.cpu.huge_pages import ALIGNED, CHUNK, in_huge_pages
-from specbench.decoding.cpu.packed_linear import MOST_PANELLED, PANELS, PackedWeight, Panels
+from specbench.decoding.cpu.native import MOST_TOKENS
+from specbench.decoding.cpu.packed_linear import PANELS, PackedWeight, Panels
 from specbench.decoding.model.staged_model import StagedModel
+from specbench.decoding.state import Draft
 from specbench.system.errors import UserError
 from tests.support.kernel_passes import PROMPT, TOKENS, needs_kernels, passes, take_panels
 from tests.support.models import ARCHITECTURES, random_model
@@ -24,10 +26,10 @@ from tests.support.models import ARCHITECTURES, random_model
 @pytest.mark.parametrize("columns", [8, 50, 576])
 def test_an_output_has_the_same_bits_beside_any_others(dtype, rows, columns):
     weight, bias = torch.randn(rows, columns, dtype=dtype), torch.randn(rows, dtype=dtype)
-    panels, states = Panels(weight), torch.randn(MOST_PANELLED, columns, dtype=dtype)
+    panels, states = Panels(weight), torch.randn(MOST_TOKENS, columns, dtype=dtype)
     for summand in (None, bias):
         alone = torch.cat([panels.times(state, summand) for state in states.split(1)])
-        for tokens in (2, 3, 6, 7, 13, MOST_PANELLED):
+        for tokens in (2, 3, 6, 7, 13, MOST_TOKENS):
             assert torch.equal(panels.times(states[:tokens], summand), alone[:tokens])
         assert torch.equal(panels.times(states.view(4, -1, columns), summand).view(-1, rows), alone)
         right = torch.nn.functional.linear(
@@ -63,7 +65,7 @@ def test_a_transposed_state_is_read_as_it_is():
 def test_a_product_with_many_tokens_is_torchs(dtype, has_instructions, monkeypatch):
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_instructions)
     weight, bias = torch.randn(24, 16, dtype=dtype), torch.randn(24, dtype=dtype)
-    states = torch.randn(MOST_PANELLED + 1, 16, dtype=dtype)
+    states = torch.randn(MOST_TOKENS + 1, 16, dtype=dtype)
     for summand in (None, bias):
         product = Panels(weight).times(states, summand)
         torch.testing.assert_close(product, torch.nn.functional.linear(states, weight, summand))
@@ -84,7 +86,7 @@ def test_a_prompt_in_half_precision_is_computed_in_float32(layouts, monkeypatch)
         return inner(states, *others)
 
     monkeypatch.setattr(packed_linear, "linear", linear)
-    laid.times(torch.randn(MOST_PANELLED + 1, 16, dtype=torch.bfloat16), None)
+    laid.times(torch.randn(MOST_TOKENS + 1, 16, dtype=torch.bfloat16), None)
     assert seen == [torch.float32]
 
 
@@ -121,6 +123,26 @@ def test_a_verified_token_has_the_bits_of_a_decoded_one(arch, dtype):
         assert torch.equal(of, logits["alone"]), f"{name}: other bits than alone"
     alone, chain = (caches[name].segments for name in ("alone", "chain"))
     assert all(torch.equal(a, b) for a, b in zip(alone, chain, strict=True))
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("tokens", [81, MOST_TOKENS])
+def test_a_token_has_its_bits_in_a_wide_pass_too(dtype, tokens):
+    """As in the trees of Token Recycling, of 80 nodes."""
+    model = copy.deepcopy(random_model("llama", 0)).to(dtype)
+    target, ids = take_panels(StagedModel(model)), torch.randint(3, 60, (1, PROMPT + tokens))
+    with torch.inference_mode():
+        caches = [target.new_cache(PROMPT + tokens) for _ in range(2)]
+        for cache in caches:
+            target.prefill(ids[:, :PROMPT], cache)
+        single = [
+            target.verify(ids[:, i : i + 1], Draft(ids[:, :0]), caches[0], i)[0]
+            for i in range(PROMPT, PROMPT + tokens)
+        ]
+        first, rest = ids[:, PROMPT : PROMPT + 1], ids[:, PROMPT + 1 :]
+        wide = target.verify(first, Draft(rest), caches[1], PROMPT)[0]
+    assert torch.equal(wide, torch.cat(single))
 
 
 @pytest.mark.one_in(3)

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from specbench.decoding.cpu.grouped_attention import NAME as GROUPED
-from specbench.decoding.cpu.grouped_attention import SHORT, attending, grouped_attention_config, is_plain
+from specbench.decoding.cpu.grouped_attention import attending, grouped_attention_config, is_plain
 from specbench.decoding.cpu.lean_modules import M, lean_copy
-from specbench.decoding.cpu.native import has_kernel
+from specbench.decoding.cpu.native import MOST_TOKENS, has_kernel
 from specbench.decoding.cpu.packed_linear import (
     JoinedLinear,
     PackedLinear,
@@ -110,7 +110,7 @@ class CompiledLayer(torch.nn.Module):
     def __call__(self, *states: torch.Tensor, **arguments: Any) -> torch.Tensor:
         """States, one or several of [b, n, width] -> [b, n, d]; arguments as of the layer."""
         b, n, _ = states[0].shape
-        if b * n > SHORT or torch.is_grad_enabled():
+        if b * n > MOST_TOKENS or torch.is_grad_enabled():
             return self.layer(*states, **arguments)
         angles = arguments.get("position_embeddings", ())
         key = states[0].dtype, bool(angles) and angles[0].shape[0] > 1

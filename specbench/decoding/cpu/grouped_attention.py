@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from specbench.decoding.cpu.native import has_kernel
+from specbench.decoding.cpu.native import MOST_TOKENS, has_kernel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -28,7 +28,7 @@ OF_STOCK = (
     "softcap",
     "position_bias",
 )  # options that change scores: transformers' function takes or refuses them
-SHORT = 64  # tokens of a pass: with more, the copies cost little beside the attention
+SHORT = 64  # tokens of a pass on torch's kernels: with more, the copies cost little beside the attention
 
 
 def grouped_attention_config(config: PretrainedConfig) -> PretrainedConfig:
@@ -94,13 +94,13 @@ def attend(
     """
     (b, heads, n, d), kv_heads = query.shape, key.shape[1]
     tokens = heads // kv_heads * n
-    short = n == 1 or (n <= SHORT and attention_mask is not None)
-    plain = is_plain(options)
-    if short and plain and dropout == 0 and has_kernel(query.device, query.dtype):
+    masked, plain = attention_mask is not None, is_plain(options)
+    of_kernel = (n == 1 or (n <= MOST_TOKENS and masked)) and plain and dropout == 0
+    if of_kernel and has_kernel(query.device, query.dtype):
         scale = d**-0.5 if scaling is None else scaling
         return torch.ops.specbench.attend.default(query, key, value, attention_mask, scale), None
     folded = n == 1 or (attention_mask is not None and attention_mask.shape[-2] == tokens)
-    if not (short and folded and plain):
+    if not ((n == 1 or (n <= SHORT and masked)) and folded and plain):
         return stock(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options)
     grouped = query.reshape(b, kv_heads, tokens, -1)
     attended = scaled_dot_product_attention(grouped, key, value, attention_mask, dropout, scale=scaling)

@@ -31,6 +31,9 @@ FLAGS = (
     "-ffp-contract=off",  # what is rounded once is written out, see simd.h
 )
 TYPES = (torch.float32, torch.bfloat16)
+# Tokens of a pass that kernels of our own compute. With more it is bound by arithmetic, of which torch does as much (in
+# float32 from some 128 on, docs/cpu.md), and copies of keys and values cost little beside the attention.
+MOST_TOKENS = 128
 SECONDS = 600  # that the compiler may take
 SWITCH = "SPECBENCH_KERNELS"  # an environment variable; 0: none are compiled or loaded
 

@@ -30,8 +30,7 @@ DRAFT = 6  # tokens that the kernel of `packed` is asked for: the pending one an
 # Numbers of a weight that is joined. The outputs of a joint product are slices of one tensor, which later operations
 # read more slowly where there are several tokens: with small matrices that costs more than fewer calls gain.
 LEAST_JOINED = 2**16
-# Tokens of a product with panels: with more it is bound by arithmetic, of which torch does more.
-MOST_PANELLED = 64
+FEW = 64  # tokens of a product: with more, a weight in bfloat16 is worth turning into float32 first
 BAGS = (256, 512)  # outputs that one sum of columns makes: few enough to stay in registers
 PANELS = "panels"
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # layers that read the same states
@@ -124,7 +123,7 @@ class Panels:
 
     def times(self, states: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """States [..., in] -> [..., out]."""
-        if states.numel() > MOST_PANELLED * states.shape[-1]:
+        if states.numel() > native.MOST_TOKENS * states.shape[-1]:
             return plain_product(states, self.weight, bias)
         return torch.ops.specbench.product.default(states, self.panels, bias, self.outputs)
 
@@ -135,7 +134,7 @@ def plain_product(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
     Of many tokens, such as a prompt's, torch takes seven times as long in bfloat16 as in float32 where the processor
     has no instructions for it.
     """
-    many = states.numel() > MOST_PANELLED * states.shape[-1]
+    many = states.numel() > FEW * states.shape[-1]
     half = states.dtype == torch.bfloat16 and weight.device.type == "cpu"
     if not (half and many) or torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return linear(states, weight, bias)
@@ -260,7 +259,7 @@ class PackedWeight:
     def panels(self, tokens: int) -> torch.Tensor | None:
         """The panels that a product with so many tokens reads, where those are its layout."""
         matrix = self._matrix(tokens)
-        return matrix.panels if isinstance(matrix, Panels) and tokens <= MOST_PANELLED else None
+        return matrix.panels if isinstance(matrix, Panels) and tokens <= native.MOST_TOKENS else None
 
     def times(self, states: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """States [..., in] times the matrix [out, in], without gradients -> [..., out]."""
