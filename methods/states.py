@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from specbench.data.training import Batch
 
 BEGUN, IDS = "begun.json", "ids.bin"
+HIDDEN = "hidden_"  # what a batch calls states begins so
 SAMPLED = 64  # values of each weight, which tell targets apart
 HELD_OUT, HELD_OUT_ROWS = "held_out", 64
 TOO_MANY = 10_000  # conversations in a row without anything to learn from
@@ -71,7 +72,7 @@ SETTINGS = {
 
 def key_of(tap: int) -> str:
     """What a batch calls the target's states of a tap."""
-    return f"hidden_{'normed' if tap == NORMED else tap}"
+    return f"{HIDDEN}{'normed' if tap == NORMED else tap}"
 
 
 def states_of(decoder: Any, ids: torch.Tensor, taps: Collection[int]) -> dict[int, torch.Tensor]:

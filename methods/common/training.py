@@ -12,7 +12,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from methods.common.losses import Loss
-from methods.states import batches_of_states, check_states, key_of, rows_of, states_of
+from methods.states import HIDDEN, batches_of_states, check_states, key_of, rows_of, states_of
 from specbench.data import training
 from specbench.data.conversations import (
     batched,
@@ -327,7 +327,7 @@ def target_states(target: StagedModel, batch: Batch, taps: Iterable[int]) -> dic
     missing = [tap for tap in taps if key_of(tap) not in batch]
     if not missing:
         return {tap: batch[key_of(tap)] for tap in taps}
-    if any(name.startswith("hidden_") for name in batch):
+    if any(name.startswith(HIDDEN) for name in batch):
         raise UserError(
             f"the stored states lack the depths {sorted(missing)}, which this trainer reads: "
             f"make them with `python -m methods.states taps=[{','.join(map(str, sorted(taps)))}]`"

@@ -49,7 +49,7 @@ def break_evens(summaries: Iterable[Mapping]) -> dict[str, Curve]:
         if _setting(summary, ACCEPTANCE) is not None and _settings(summary).get(LENGTH_GIVEN) is None
     ]
     chosen = [s for s in chosen if _setting(s, LENGTH) is not None and s["overall"]["speedup"] is not None]
-    names = labels(map(_reduced, chosen), without=("batch_size", "pair"))
+    names = labels(map(_reduced, chosen), without=("batch_size", "pair", "limit"))
     speedups: dict[str, dict[tuple[int, int], dict[float, Mapping]]] = {}
     for label, summary in zip(names, chosen):
         cost = _settings(summary).get(COST)

@@ -159,10 +159,11 @@ def pairs_table(summaries: Iterable[dict]) -> Table | None:
 
     None unless a method was run on several pairs; the others are left out. A method that was run several times on a
     pair stands with its last run; runs that differ in more than the pair (the size of a batch) have rows of their own.
+    How many questions of each task there were does not count: pairs have limits of their own.
     """
     summaries = list(summaries)
     cells: dict[str, dict[str, dict]] = {}
-    for label, summary in zip(labels(summaries, without=("pair",)), summaries):
+    for label, summary in zip(labels(summaries, without=("pair", "limit")), summaries):
         cells.setdefault(label, {})[summary["pair"]] = summary["overall"]
     cells = {label: by_pair for label, by_pair in cells.items() if len(by_pair) > 1}
     pairs = sorted({pair for by_pair in cells.values() for pair in by_pair})
