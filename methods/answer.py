@@ -26,7 +26,14 @@ from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.state import Request
 from specbench.models.pairs import Pair, load_pair
 from specbench.system.errors import UserError
-from specbench.system.files import check_settings, lock_file, make_folder, whole_lines, write_json
+from specbench.system.files import (
+    check_settings,
+    lock_file,
+    make_folder,
+    refuse_foreign,
+    whole_lines,
+    write_json,
+)
 from specbench.system.settings import Count, Seed, Temperature, check_all
 
 if TYPE_CHECKING:
@@ -82,11 +89,8 @@ def answer(cfg: DictConfig) -> Path:
         raise UserError(f"out={out} is the file of the prompts: give another out=FILE")
     make_folder(out.parent)
     with lock_file(out, "written"):
-        if out.exists() and out.stat().st_size and not begun.exists():
-            raise UserError(
-                f"{out} is there without {begun.name}, which says what its answers are of: "
-                "move it away, or give another out=FILE"
-            )
+        if not begun.exists():
+            refuse_foreign(out, begun, "what its answers are of")
         settings = {name: cfg[name] for name in SAME} | {"target": cfg.pair.target}
         settings |= {"data": data_of(cfg), "questions": questions_of(cfg)}
         if done := whole_lines(out):

@@ -89,7 +89,10 @@ def trainer(kinds: Mapping[str, Any], may_sample: bool = True) -> Callable[[Trai
         @wraps(train)
         def checked(cfg: DictConfig) -> Path:
             check_trainer(cfg, kinds, may_sample)
-            return Path(cfg.out) if training.already_there(cfg) else train(cfg)
+            if training.is_finished(cfg):
+                return Path(cfg.out)
+            training.check_stopped(cfg)
+            return train(cfg)
 
         return checked
 

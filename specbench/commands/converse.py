@@ -34,7 +34,7 @@ from specbench.decoding.state import Request
 from specbench.models.pairs import Pair, load_pair
 from specbench.report.cells import console
 from specbench.system.errors import UserError
-from specbench.system.files import lock_file, make_folder, whole_lines
+from specbench.system.files import lock_file, make_folder, refuse_foreign, whole_lines
 from specbench.system.settings import Count, Natural, Probability, Range, Seed, check_all, plain
 
 if TYPE_CHECKING:
@@ -243,11 +243,7 @@ class Output:
         self.path, self.log = path, log_of(path)
         size = path.stat().st_size if path.exists() else 0
         if not whole_lines(self.log):
-            if size:
-                raise UserError(
-                    f"{path} is there without {self.log.name}, which says what of it is whole: "
-                    "move it away, or give another out=FILE"
-                )
+            refuse_foreign(path, self.log, "what of it is whole")
             self.log.write_text(json.dumps({"settings": settings}) + "\n", encoding="utf-8")
         header, *self.lines = map(json.loads, self.log.read_text(encoding="utf-8").splitlines())
         begun = header["settings"]

@@ -91,7 +91,7 @@ def train(
         FloatingPointError: the loss is no longer finite.
     """
     out = Path(cfg.out)
-    if already_there(cfg):
+    if is_finished(cfg):
         return out
     from accelerate import Accelerator  # late: it takes seconds to import
 
@@ -320,26 +320,30 @@ def conditions(cfg: DictConfig) -> dict[str, Any]:
     return settings | text | {"processes": int(os.environ.get("WORLD_SIZE", 1))}
 
 
-def already_there(cfg: DictConfig) -> bool:
+def is_finished(cfg: DictConfig) -> bool:
     """Whether the folder of a training holds its result, which is then printed.
 
     Raises:
-        UserError: it holds another training, finished or stopped.
+        UserError: it holds the result of another one.
     """
     out = Path(cfg.out)
-    if (out / RECORD).exists():
-        if not (out / CONDITIONS).exists():
-            raise UserError(
-                f"{out} holds a finished training without {CONDITIONS}, which tells its settings: "
-                "remove it to start anew, or name another folder with out="
-            )
-        _check_same(out, out / CONDITIONS, conditions(cfg))
-        print(f"already there: {out}")
-        return True
-    state = _newest_state(out / "checkpoints")
+    if not (out / RECORD).exists():
+        return False
+    if not (out / CONDITIONS).exists():
+        raise UserError(
+            f"{out} holds a finished training without {CONDITIONS}, which tells its settings: "
+            "remove it to start anew, or name another folder with out="
+        )
+    _check_same(out, out / CONDITIONS, conditions(cfg))
+    print(f"already there: {out}")
+    return True
+
+
+def check_stopped(cfg: DictConfig) -> None:
+    """Raises UserError where the folder of a training holds a state of another one, before weights are loaded."""
+    state = _newest_state(Path(cfg.out) / "checkpoints")
     if state is not None:
         _check_same(state.parent, state / CONDITIONS, conditions(cfg))
-    return False
 
 
 def _check_same(folder: Path, file: Path, now: dict[str, Any]) -> dict[str, Any]:

@@ -128,6 +128,20 @@ def read_json(path: Path) -> dict:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
+def refuse_foreign(file: Path, record: Path, tells: str) -> None:
+    """Raises UserError for a file that holds something, where the record beside it is missing that says what it is.
+
+    Args:
+        file: that is written piece by piece.
+        record: the file beside it.
+        tells: what the record tells, for the error.
+    """
+    if file.exists() and file.stat().st_size:
+        raise UserError(
+            f"{file} is there without {record.name}, which says {tells}: move it away, or give another out=FILE"
+        )
+
+
 def check_settings(file: Path, wanted: Mapping[str, Any], what: str) -> None:
     """Raises UserError where a file of settings, if there is one, says that something was begun with other ones.
 

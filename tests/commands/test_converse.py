@@ -11,7 +11,7 @@ from specbench.data.conversations import read
 from specbench.data.synthesis import loop_start
 from specbench.models.pairs import load_pair
 from specbench.system.errors import UserError
-from specbench.system.files import lock_file
+from tests.support.commands import left_alone_while_another_writes
 from tests.support.conf import composed
 from tests.support.decoding import generate_with_transformers
 from tests.support.models import save_pair
@@ -177,12 +177,7 @@ def test_a_file_goes_on_beside_the_same_benchmark_alone(workplace, tmp_path):
 
 def test_a_file_that_another_process_writes_is_left_alone(workplace, tmp_path):
     out = tmp_path / "talk.jsonl"
-    with (
-        lock_file(out, "written"),
-        pytest.raises(UserError, match=r"talk\.jsonl is being written by another process"),
-    ):
-        converse(settings(workplace, out))
-    assert not out.exists()
+    left_alone_while_another_writes(out, lambda: converse(settings(workplace, out)))
 
 
 def test_words_of_the_benchmark_are_dropped(workplace, written, tmp_path):

@@ -10,7 +10,7 @@ from methods.answer import answer
 from specbench.data.conversations import read
 from specbench.models.pairs import load_pair
 from specbench.system.errors import UserError
-from specbench.system.files import lock_file
+from tests.support.commands import left_alone_while_another_writes
 from tests.support.conf import composed
 from tests.support.decoding import generate_with_transformers
 from tests.support.models import save_pair
@@ -140,9 +140,4 @@ def test_questions_of_the_benchmark_are_not_answered(workplace, tmp_path):
 
 def test_a_file_that_another_process_writes_is_left_alone(workplace, tmp_path):
     out = tmp_path / "new.jsonl"
-    with (
-        lock_file(out, "written"),
-        pytest.raises(UserError, match=r"new\.jsonl is being written by another process"),
-    ):
-        answer(settings(workplace, out))
-    assert not out.exists()
+    left_alone_while_another_writes(out, lambda: answer(settings(workplace, out)))

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from specbench.commands import run as bench
 from specbench.measure import runner
 from specbench.measure.records.run_folder import EXIT_CONTINUE
+from specbench.system.errors import UserError
+from specbench.system.files import lock_file
 from tests.support.models import save_pair
 
 TIMEOUT = 300  # s
@@ -38,6 +43,16 @@ def cli(cwd: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess:
     finally:
         process.kill()
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def left_alone_while_another_writes(file: Path, write: Callable[[], object]) -> None:
+    """Asserts that a file is not written where another process holds it."""
+    with (
+        lock_file(file, "written"),
+        pytest.raises(UserError, match=rf"{re.escape(file.name)} is being written by another process"),
+    ):
+        write()
+    assert not file.exists()
 
 
 def exit_code(main: Callable[[], int]) -> int:
