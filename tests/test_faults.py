@@ -6,7 +6,9 @@ from collections import Counter
 
 import pytest
 
-from tests.faults import FAULTS, ROOT, Fault, planted
+from specbench import ROOT
+from tests.faults import FAULTS
+from tests.faults.fault import Fault, planted
 
 AREAS = {
     "acceptance",

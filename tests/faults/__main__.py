@@ -1,0 +1,7 @@
+"""`python -m tests.faults`."""
+
+import sys
+
+from tests.faults.runner import main
+
+sys.exit(main())

@@ -1,0 +1,86 @@
+"""Which entry is written where, and how many a model holds."""
+
+from tests.faults.fault import BATCHES, LOSSLESS, D, Fault
+
+FAULTS = (
+    Fault(
+        "values are written where keys go",
+        "caches",
+        f"{D}/kv_cache.py",
+        "zip(entries[2:], (keys, values))",
+        "zip(entries[2:], (keys, keys))",
+        ("tests/decoding/test_kv_cache.py", "tests/decoding/test_staged_model.py"),
+    ),
+    Fault(
+        "a pass writes one entry late",
+        "caches",
+        f"{D}/kv_cache.py",
+        "return cls(start + n, start, start)",
+        "return cls(start + n, max(start - 1, 0), start)",
+        ("tests/decoding/test_staged_model.py", *LOSSLESS),
+    ),
+    Fault(
+        "slots are taken for each other",
+        "caches",
+        f"{D}/kv_cache.py",
+        "return (entries + self.capacity * slots).flatten()",
+        "return (entries + self.capacity * slots.flip(0)).flatten()",
+        ("tests/decoding/test_kv_cache.py", *BATCHES),
+    ),
+    Fault(
+        "a moved slot loses its last entry",
+        "caches",
+        f"{D}/kv_cache.py",
+        "layer[:, goal, :kv_len] = layer[:, origin, :kv_len]",
+        "layer[:, goal, : kv_len - 2] = layer[:, origin, : kv_len - 2]",
+        ("tests/decoding/test_kv_cache.py", "tests/decoding/test_schedules.py", *BATCHES),
+    ),
+    Fault(
+        "the draft model does not know what it lacks",
+        "caches",
+        "methods/sps/drafter.py",
+        "self._fed[slot] = length + min(self._drafted - 1, count)",
+        "self._fed[slot] = length + min(self._drafted, count)",
+        ("tests/methods/test_lossless.py", "tests/methods/test_contract.py"),
+    ),
+    Fault(
+        "the adapter's last exit state is that of the round's first token",
+        "caches",
+        "methods/kangaroo/drafter.py",
+        "self._before[: batch.size, 0] = verified.last(self._states)",
+        "self._before[: batch.size, 0] = self._states[:, 0]",
+        ("tests/methods/test_kangaroo.py", "tests/methods/test_contract.py"),
+    ),
+    Fault(
+        "a draft model counts masks as tokens that it has seen",
+        "caches",
+        "methods/pard/drafter.py",
+        "                self._fed[slot] = length\n",
+        "                self._fed[slot] = length + 1\n",
+        ("tests/methods/test_pard.py",),
+    ),
+    Fault(
+        "every token of a chain is written to the same entry",
+        "caches",
+        "methods/mtp/drafter.py",
+        "before.unsqueeze(1), j - 1)",
+        "before.unsqueeze(1), 0)",
+        ("tests/methods/test_mtp.py",),
+    ),
+    Fault(
+        "states of tokens that stay are written one entry too late",
+        "caches",
+        "methods/dflash/drafter.py",
+        "self._layers.arguments(batch, features, masked=False)",
+        "self._layers.arguments(batch, features, 1, masked=False)",
+        ("tests/methods/test_dflash.py",),
+    ),
+    Fault(
+        "in a batch a pair of a state and the next token stands one entry too late",
+        "caches",
+        "methods/common/layer_cache.py",
+        "batch.seq_lens - lag",
+        "batch.seq_lens",
+        ("tests/methods/test_eagle.py",),
+    ),
+)

@@ -1,0 +1,70 @@
+"""The kernels of a CPU, and the layers that are compiled for it."""
+
+from tests.faults.fault import D, Fault, M
+
+FAULTS = (
+    Fault(
+        "attention sees what the mask hides",
+        "kernels",
+        f"{D}/cpu/kernels/attention.cpp",
+        "inline bool hides(float bias) { return bias != 0; }",
+        "inline bool hides(float) { return false; }",
+        ("tests/decoding/test_attention_kernel.py",),
+    ),
+    Fault(
+        "the last rows of a matrix are left out",
+        "kernels",
+        f"{D}/cpu/kernels/product.cpp",
+        "const int64_t last = std::min(panel + SET, end);",
+        "const int64_t last = std::min(panel + SET, end - 1);",
+        ("tests/decoding/test_native.py",),
+    ),
+    Fault(
+        "two tokens are summed in another order than one",
+        "kernels",
+        f"{D}/cpu/kernels/product.cpp",
+        "sum = fma(weight[v], state[t][v], sum);",
+        "sum = T == 2 ? weight[v] * state[t][v] + sum : fma(weight[v], state[t][v], sum);",
+        ("tests/decoding/test_native.py",),
+    ),
+    Fault(
+        "a compiled layer reads the panels of a weight that was changed",
+        "kernels",
+        f"{D}/cpu/packed_linear.py",
+        "self._pointers != self._where() or self._versions != self._changes():",
+        "self._pointers != self._where():",
+        ("tests/decoding/test_compiled_layers.py",),
+    ),
+    Fault(
+        "a compiled layer writes the new keys of a batch over one another",
+        "kernels",
+        f"{D}/cpu/kernels/layer.cpp",
+        "to.index_copy_(0, *layer.index,",
+        "to.index_copy_(0, layer.index->fill_(0),",
+        ("tests/decoding/test_compiled_layers.py",),
+    ),
+    Fault(
+        "a compiled layer keeps the norm that it was compiled with",
+        "kernels",
+        f"{D}/cpu/compiled_layers.py",
+        "tensors = {name: tensor for name, tensor in tensors.items()",
+        "tensors = {name: tensor.clone() for name, tensor in tensors.items()",
+        ("tests/decoding/test_compiled_layers.py",),
+    ),
+    Fault(
+        "whether a compiled layer gives the layer's states is not looked at",
+        "kernels",
+        f"{D}/cpu/compiled_layers.py",
+        "if output.shape != expected.shape or not apart <= TOLERANCE[output.dtype]:",
+        "if output.shape != expected.shape:",
+        ("tests/decoding/test_compiled_layers.py",),
+    ),
+    Fault(
+        "generate is judged by the noise of our own passes",
+        "kernels",
+        f"{M}/certify.py",
+        "return max(self._noise_of_shapes, self._noise_of_forwards) if arm == HF else self._noise_of_shapes",
+        "return self._noise_of_shapes",
+        ("tests/methods/test_verify_width.py",),
+    ),
+)
