@@ -10,7 +10,6 @@ where its result is there already, and goes on where it was stopped.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import sys
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from methods.states import RECORD as STATES
 from specbench.data.training import RECORD
 from specbench.report.cells import console
 from specbench.system.errors import one_line_errors
+from specbench.system.files import read_json
 from specbench.tiny.soundness import RESULT, faults, table
 from specbench.tiny.train import FULL, SHIPPED, SMOKE, Build, Stage, checksums, install
 
@@ -203,7 +203,7 @@ def shuffle(answers: Path) -> None:
 
 def same_text(weights: Path) -> bool:
     """Whether all that was trained on answers was trained on the same ones, for as many tokens over all stages."""
-    records = [json.loads(path.read_text()) for path in weights.glob(f"*/{RECORD}")]
+    records = [read_json(path) for path in weights.glob(f"*/{RECORD}")]
     learnt = [record for record in records if record["data"].startswith("sha256:")]
     return len({(record["data"], record["tokens_in_all"]) for record in learnt}) <= 1
 
@@ -233,7 +233,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 1
-    sound = json.loads((build.weights / RESULT).read_text())
+    sound = read_json(build.weights / RESULT)
     console().print(table(sound))
     print("\n".join(faults(sound)) or "no figure is below its floor")
     build.sums()

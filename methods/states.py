@@ -39,7 +39,7 @@ from specbench.data.training import STATES as RECORD
 from specbench.data.training import data_of, questions_of
 from specbench.decoding.state import NORMED
 from specbench.models.pairs import Pair, load_pair
-from specbench.system.errors import UserError
+from specbench.system.errors import UserError, file_errors
 from specbench.system.files import check_settings, lock_folder, make_folder, read_json, write_json
 from specbench.system.settings import Count, NotNegative, Range, Seed, check_all
 
@@ -144,6 +144,7 @@ def write(cfg: DictConfig) -> Path:
     out = make_folder(Path(cfg.out))
     wanted = facts(cfg, pair) | {
         "questions": questions_of(cfg),
+        "split": cfg.split,
         "taps": sorted(set(cfg.taps)),
         "precision": cfg.precision,
         "top": min(cfg.top, len(pair.tokenizer), pair.target.get_output_embeddings().weight.shape[0]),
@@ -220,10 +221,12 @@ def store(rows: Iterator[Tokens], cfg: DictConfig, pair: Pair, out: Path, record
         for name, tensor in tensors.items():
             tensor = tensor.cpu()
             raw = tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
-            files[name].write(raw.numpy().tobytes())
+            with file_errors(writing=out):
+                files[name].write(raw.numpy().tobytes())
         done += len(ids)
-    for file in files.values():
-        file.close()
+    with file_errors(writing=out):
+        for file in files.values():
+            file.close()
     write_json(out / RECORD, record | {"rows": done})
 
 

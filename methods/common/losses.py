@@ -65,10 +65,10 @@ class Goals:
         """States [B, at least T - ahead, d] -> [n, d], `ahead` tokens in front of each."""
         return states[self.batch_index, self.positions - ahead]
 
-    def split(self) -> Iterator[Goals]:
-        """Parts of at most `CHUNK` tokens."""
-        tensors = (self.batch_index, self.positions, self.weights)
-        yield from (Goals(*chunk) for chunk in zip(*(tensor.split(CHUNK) for tensor in tensors)))
+    def split(self, guesses: int = 1) -> Iterator[Goals]:
+        """Parts of at most `CHUNK` guesses, so many of each token: the logits of one part exist at a time."""
+        tensors, size = (self.batch_index, self.positions, self.weights), max(1, CHUNK // guesses)
+        yield from (Goals(*chunk) for chunk in zip(*(tensor.split(size) for tensor in tensors)))
 
 
 class Distribution(NamedTuple):

@@ -20,6 +20,7 @@ from specbench.data.conversations import (
     check_prompt_weight,
     check_source,
     conversations,
+    watched,
 )
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
@@ -197,6 +198,12 @@ def cut_from(pair: Pair, cfg: DictConfig) -> PreTrainedModel:
     return model
 
 
+def check_length(cfg: DictConfig, setting: str, beside: int = 2) -> None:
+    """Raises UserError where rows have no room for as many guesses as a setting says, and tokens beside them."""
+    if cfg.length < cfg[setting] + beside:
+        raise UserError(f"length={cfg.length} leaves no room for {setting}={cfg[setting]}")
+
+
 def check_layers(cfg: DictConfig, pair: Pair) -> None:
     """Raises UserError where the target does not have the layers `cfg.layers`."""
     layers, depth = layers_of(cfg), pair.target.config.num_hidden_layers
@@ -264,13 +271,16 @@ def _changed(cfg: DictConfig, **settings: object) -> DictConfig:
     return cast("DictConfig", OmegaConf.merge(cfg, settings))
 
 
-def layer_sizes(target: StagedModel) -> dict[str, Any]:
-    """What the config of a drafting layer takes over from its target: width, heads, and rotary positions."""
+def attention_sizes(target: StagedModel) -> dict[str, Any]:
+    """What the config of one attention layer takes over from its target: width, heads, eps and rotary positions.
+
+    The layer has no biases.
+    """
     config = target.config
     sizes = Sizes.of(config.to_dict())
     return {
         "hidden_size": sizes.hidden,
-        "intermediate_size": sizes.inner,
+        "num_hidden_layers": 1,
         "num_attention_heads": sizes.kv_heads * sizes.group,
         "num_key_value_heads": sizes.kv_heads,
         "head_dim": sizes.head_dim,
@@ -279,6 +289,11 @@ def layer_sizes(target: StagedModel) -> dict[str, Any]:
         "max_position_embeddings": config.max_position_embeddings,
         "rope_parameters": rotary_of(config),
     }
+
+
+def layer_sizes(target: StagedModel) -> dict[str, Any]:
+    """As `attention_sizes`, of a layer with a feed-forward part, as wide as that of the target."""
+    return attention_sizes(target) | {"intermediate_size": Sizes.of(target.config.to_dict()).inner}
 
 
 def mask_to_fill(cfg: DictConfig, pair: Pair, embedded: int) -> int:
@@ -406,7 +421,7 @@ def train_draft(
 def some_of(text: Iterable[Batch]) -> Iterator[Batch]:
     """The first batches, until they hold as many places as a fit needs."""
     places = FITTED_PLACES
-    for batch in text:
+    for batch in watched(text, "fit", "batch"):
         yield batch
         places -= batch["input_ids"].numel()
         if places <= 0:

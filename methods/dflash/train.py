@@ -35,6 +35,7 @@ from methods.common.training import (
     UNSURE,
     agreement,
     agreements,
+    check_length,
     layer_sizes,
     mask_to_fill,
     target_pair,
@@ -49,6 +50,7 @@ from specbench.system.errors import UserError
 from specbench.system.settings import Count, Natural, Positive, Probability, Range
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from omegaconf import DictConfig
@@ -110,7 +112,8 @@ class BlockDistillation(torch.nn.Module):
         flat = states.flatten(0, 2)[judged]
         total = torch.zeros((), device=finals.device)
         for chunk, some, token in zip(goals.split(), flat.split(CHUNK), before.split(CHUNK)):
-            loss: Any = checkpoint(self.judged, teacher(chunk), some, token, use_reentrant=False)
+            # The distributions, too, are made again for the gradient.
+            loss: Any = checkpoint(self.judged, teacher, chunk, some, token, use_reentrant=False)
             total = total + chunk.weights @ loss
         if not len(judged):
             return 0.0 * states.sum()  # every parameter has a gradient in every step
@@ -164,8 +167,15 @@ class BlockDistillation(torch.nn.Module):
         out = model(hidden, model.rope(at, hidden), mask, cache, places)
         return out.unflatten(1, (blocks, places))[:, :, config.fills_in :], by_tap[NORMED]
 
-    def judged(self, truth: Distribution, states: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-        """The losses [n] of normed states [n, d], with the tokens [n] in front of what they guess."""
+    def judged(
+        self,
+        teacher: Callable[[Goals], Distribution],
+        goals: Goals,
+        states: torch.Tensor,
+        before: torch.Tensor,
+    ) -> torch.Tensor:
+        """The losses [n] of normed states [n, d] that guess n goals, with the tokens [n] in front of these."""
+        truth = teacher(goals)
         logits, embedded = self.logits(states, before)
         loss = (1 - self.distance_share) * cross_entropies(logits, truth)
         if self.model.candidate_selector is not None:
@@ -231,7 +241,8 @@ class BlockDistillation(torch.nn.Module):
         starts = torch.arange(0, ids.shape[1] - k, EVERY, device=ids.device).expand(len(ids), -1)
         states, finals = self.states(batch, starts)
         goals = self.goals(batch, starts)
-        among = (goals.weights > 0).view(-1, k).all(-1)
+        is_assistant = batch["loss_weight"] == 1.0
+        among = is_assistant[goals.batch_index, goals.positions].view(-1, k).all(-1)
         states = states.flatten(0, 1)[among]
         index, positions = (part.view(-1, k)[among] for part in (goals.batch_index, goals.positions))
         truth = [first_choices(self.head, finals[index[:, j], positions[:, j] - 1]) for j in range(k)]
@@ -255,8 +266,7 @@ def fresh_model(cfg: DictConfig, target: StagedModel, mask: int) -> BlockModel:
     if selects and target.hidden_size % GROUP:
         raise UserError(f"head={SELECTOR} is for targets whose width is a multiple of {GROUP}")
     config = BlockConfig(
-        **layer_sizes(target),
-        num_hidden_layers=cfg.draft_layers,
+        **layer_sizes(target) | {"num_hidden_layers": cfg.draft_layers},
         block_size=cfg.block_size,
         mask_token_id=mask,
         fills_in=not markov,
@@ -301,8 +311,7 @@ def train(cfg: DictConfig) -> Path:
     """Trains as configured (conf/train_dflash.yaml) and returns the folder of the finished drafting model."""
     if cfg.loss_tokens is not None:
         raise UserError("what is judged are the tokens of all blocks: set blocks, and loss_tokens=null")
-    if cfg.length <= cfg.block_size:
-        raise UserError(f"length={cfg.length} leaves no room for block_size={cfg.block_size}")
+    check_length(cfg, "block_size", 1)
     pair = target_pair(cfg)
     target = pair.staged
     model = fresh_model(cfg, target, mask_to_fill(cfg, pair, target.embed_tokens.weight.shape[0]))

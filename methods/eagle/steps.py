@@ -12,13 +12,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from methods.common.losses import ALL, Distribution, Head, Loss, cross_entropies, first_choices, teacher_of
+from methods.common.losses import (
+    ALL,
+    Distribution,
+    Goals,
+    Head,
+    Loss,
+    cross_entropies,
+    first_choices,
+    teacher_of,
+)
 from methods.common.training import agreements, before_answers, target_states
 from methods.eagle.chain import chained
 from specbench.decoding.state import NORMED
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from methods.eagle.layer import DraftingModel
     from specbench.data.training import Batch
@@ -44,19 +53,34 @@ class StepDistillation(torch.nn.Module):
     def forward(self, batch: Batch) -> torch.Tensor:
         """The weighted sum [] of the cross-entropies of a batch."""
         outputs, finals = self.outputs(batch)
-        goals = self.loss.goals(batch, ahead=1 + self.steps)
-        teacher = teacher_of(batch, self.head, finals)
-        truths = [self.inside(teacher(chunk)) for chunk in goals.split()]
+        steps, teacher = [*outputs], teacher_of(batch, self.head, finals)
         total = torch.zeros((), device=finals.device)
-        for j, output in enumerate(outputs):
-            for chunk, (truth, is_inside) in zip(goals.split(), truths):
-                weights = chunk.weights * is_inside
-                # Logits are made again for the gradient: those of all steps would fill the memory.
-                loss: Any = checkpoint(
-                    self.cross_entropy, truth, chunk.before(output, 2 + j), weights, use_reentrant=False
-                )
-                total = total + self.decay**j * loss
+        for goals in self.loss.goals(batch, ahead=1 + self.steps).split(self.steps):
+            guesses = [goals.before(output, 2 + j) for j, output in enumerate(steps)]
+            total = total + self.judged(teacher, goals, guesses)
         return total
+
+    def judged(
+        self, teacher: Callable[[Goals], Distribution], goals: Goals, guesses: list[torch.Tensor]
+    ) -> torch.Tensor:
+        """The weighted sum [] of what guesses of some goals cost.
+
+        Distributions and logits are made again for the gradient: those of a whole batch would fill the memory.
+
+        Args:
+            teacher: the target's distributions of some goals.
+            goals: n tokens.
+            guesses: outputs [n, d] of the model that guess them; the j-th weighs decay^j.
+        """
+
+        def cost(*outputs: torch.Tensor) -> torch.Tensor:
+            truth, is_inside = self.inside(teacher(goals))
+            weights = goals.weights * is_inside
+            losses = [self.cross_entropy(truth, states, weights) for states in outputs]
+            return torch.stack([self.decay**j * loss for j, loss in enumerate(losses)]).sum()
+
+        loss: Any = checkpoint(cost, *guesses, use_reentrant=False)
+        return loss
 
     def outputs(self, batch: Batch) -> tuple[Iterator[torch.Tensor], torch.Tensor]:
         """The draft's outputs [B, T - 1, d] of each step, and the target's states [B, T, D] after its final norm."""

@@ -23,6 +23,7 @@ from methods.common.training import (
     SETTINGS,
     batches_on,
     before_answers,
+    layer_sizes,
     least_squares,
     predicting,
     some_of,
@@ -32,6 +33,7 @@ from methods.common.training import (
 )
 from specbench.config.compose import program
 from specbench.decoding.state import NORMED
+from specbench.system.errors import UserError
 from specbench.system.settings import Count
 
 if TYPE_CHECKING:
@@ -54,9 +56,11 @@ AGREEMENTS, DEPTH = 4, 6  # depths whose agreement is measured; levels of the tr
 @torch.no_grad()
 def fresh_model(target: StagedModel) -> EagleModel:
     """A drafting model to train, which passes the state on: its layer adds nothing yet."""
-    from methods.eagle.model import EagleModel, eagle_config  # late: it takes seconds to import
+    from transformers import LlamaConfig  # late: it takes seconds to import
 
-    model = EagleModel(eagle_config(target.config)).to(target.device)
+    from methods.eagle.model import EagleModel
+
+    model = EagleModel(LlamaConfig(**layer_sizes(target))).to(target.device)
     hidden = model.config.hidden_size
     model.fc.weight.mul_(0.1)
     model.fc.weight[:, hidden:] = torch.eye(hidden)
@@ -151,7 +155,9 @@ def shifted(batch: Batch, n: int) -> Batch:
 @trainer(SETTINGS | {"nodes": Count})
 def train(cfg: DictConfig) -> Path:
     """Trains as configured (conf/train_eagle.yaml) and returns the folder of the finished drafting model."""
-    from methods.eagle.checkpoint import save_eagle
+    if cfg.length < DEPTH + 2:
+        raise UserError(f"length={cfg.length} leaves no room for the {DEPTH} levels of a tree")
+    from methods.eagle.checkpoint import save_eagle  # late, as above
 
     pair = target_pair(cfg)
     target = pair.staged

@@ -21,6 +21,7 @@ from methods.common.training import (
     SETTINGS,
     UNSURE,
     batches,
+    check_length,
     check_like_layer,
     layer_sizes,
     target_pair,
@@ -29,8 +30,8 @@ from methods.common.training import (
 )
 from methods.eagle.steps import StepDistillation
 from specbench.config.compose import program
+from specbench.data.conversations import watched
 from specbench.models.pairs import Pair
-from specbench.system.errors import UserError
 from specbench.system.settings import Count, Range
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ class TrainingTimeTest(StepDistillation):
 def frequent_ids(texts: Iterable[Batch], size: int, vocab: int) -> torch.Tensor:
     """[size] ids in ascending order: the most frequent ones of what the assistant says; unseen ones fill up."""
     counts: Counter[int] = Counter()
-    for batch in texts:
+    for batch in watched(texts, "draft vocabulary", "batch"):
         counts.update(batch["input_ids"][batch["loss_weight"] == 1.0].tolist())
     ranked = sorted(range(vocab), key=lambda token: (-counts[token], token))
     return torch.tensor(sorted(ranked[:size]))
@@ -113,7 +114,7 @@ def fresh_model(
         default_taps,
     )  # late: it takes seconds to import
 
-    config = Eagle3Config(**{"num_hidden_layers": 1, **layer_sizes(target), **variants})
+    config = Eagle3Config(**layer_sizes(target) | variants)
     model = Eagle3Model(config, default_taps(len(target.layers)), token_ids).to(target.device)
     model.fc.weight.zero_()[:, -config.hidden_size :].fill_diagonal_(1)
     if like_layer is not None:
@@ -168,8 +169,7 @@ def begin(cfg: DictConfig, pair: Pair, **variants: Any) -> tuple[Eagle3Model, st
 @trainer(SETTINGS | VOCABULARY | {"draft_steps": Count}, may_sample=False)
 def train(cfg: DictConfig) -> Path:
     """Trains as configured (conf/train_eagle3.yaml) and returns the folder of the finished drafting model."""
-    if cfg.length < cfg.draft_steps + 2:
-        raise UserError(f"length={cfg.length} leaves no room for draft_steps={cfg.draft_steps}")
+    check_length(cfg, "draft_steps")
     pair = target_pair(cfg)
     model, begins = begin(cfg, pair)
     from methods.eagle3.checkpoint import save_eagle3  # late, as above

@@ -21,6 +21,8 @@ from methods.common.losses import ALL, Head, Loss
 from methods.common.training import (
     SETTINGS,
     batches_on,
+    check_length,
+    layer_sizes,
     least_squares,
     some_of,
     target_pair,
@@ -59,9 +61,11 @@ def fresh_heads(
         prefix: whether there is a prefix layer.
         own_output: whether each head has an output matrix.
     """
-    from methods.hydra_heads.heads import Heads, prefix_config  # late: it takes seconds to import
+    from transformers import LlamaConfig  # late: it takes seconds to import
 
-    config = prefix_config(target.config) if prefix else None
+    from methods.hydra_heads.heads import Heads
+
+    config = LlamaConfig(**layer_sizes(target)) if prefix else None
     hidden, vocab = target.hidden_size, target.lm_head.out_features
     fresh = Heads(heads, layers, hidden, vocab if own_output else None, config).to(target.device)
     for layer in cast("list[torch.nn.Linear]", [*fresh.wide, *fresh.square]):
@@ -138,6 +142,7 @@ class Distillation(HeadDistillation):
 @trainer(SETTINGS | {"heads": Count, "layers": Count, "nodes": Count, "prefix": bool, "own_output": bool})
 def train(cfg: DictConfig) -> Path:
     """Trains as configured (conf/train_hydra_heads.yaml) and returns the folder of the finished heads."""
+    check_length(cfg, "heads")
     from methods.hydra_heads.checkpoint import save_heads
 
     pair = target_pair(cfg)

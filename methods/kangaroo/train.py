@@ -18,6 +18,7 @@ from methods.common.losses import ALL, Guess, Head, Loss, teacher_of
 from methods.common.training import (
     SETTINGS,
     agreement,
+    attention_sizes,
     check_like_layer,
     predicting,
     target_pair,
@@ -47,9 +48,14 @@ def fresh_adapter(target: StagedModel, like_layer: int) -> Adapter:
     attention has another form (shared key heads, biases), the adapter begins as a plain early exit instead: an
     attention that adds nothing yet.
     """
-    from methods.kangaroo.adapter import Adapter, adapter_config  # late: it takes seconds to import
+    from transformers import LlamaConfig  # late: it takes seconds to import
 
-    adapter = Adapter(adapter_config(target.config)).to(target.device)
+    from methods.kangaroo.adapter import Adapter
+
+    sizes = attention_sizes(target)
+    # As published, each query head has keys and values of its own.
+    config = LlamaConfig(**sizes | {"num_key_value_heads": sizes["num_attention_heads"]})
+    adapter = Adapter(config).to(target.device)
     adapter.norm.weight.copy_(cast("torch.Tensor", target.norm.weight))
     block, layer = cast("AdapterLayer", adapter.layers[0]), cast("Any", target.layers[like_layer])
     shapes, others = ({k: v.shape for k, v in m.self_attn.state_dict().items()} for m in (block, layer))

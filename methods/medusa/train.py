@@ -16,7 +16,7 @@ import torch
 
 from methods.common.head_training import HeadDistillation, train_heads
 from methods.common.losses import ALL, Head, Loss
-from methods.common.training import SETTINGS, target_pair, trainer
+from methods.common.training import SETTINGS, check_length, target_pair, trainer
 from methods.medusa.checkpoint import save_for_vllm, save_heads
 from methods.medusa.heads import MedusaHeads
 from specbench.config.compose import program
@@ -54,6 +54,7 @@ class Distillation(HeadDistillation):
 @trainer(SETTINGS | {"heads": Count, "nodes": Count, "own_output": bool, "form": Literal["authors", "vllm"]})
 def train(cfg: DictConfig) -> Path:
     """Trains as configured (conf/train_medusa.yaml) and returns the folder of the finished heads."""
+    check_length(cfg, "heads")
     pair = target_pair(cfg)
     target = pair.staged
     vocab = target.lm_head.weight.shape[0] if cfg.own_output else None

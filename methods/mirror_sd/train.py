@@ -21,6 +21,7 @@ from methods.common.training import (
     agreement,
     batches,
     begins_as,
+    check_length,
     held_out_batches,
     pair_to_train,
     predicting,
@@ -129,6 +130,7 @@ class Streaming(torch.nn.Module):
 @trainer(DRAFT_SETTINGS | {"streams": Count, "stream_weight": NotNegative})
 def train(cfg: DictConfig) -> Path:
     """Trains as configured (conf/train_mirror_sd.yaml) and returns the folder of the finished draft model."""
+    check_length(cfg, "streams")
     pair = pair_to_train(cfg)
     draft = draft_of(pair)
     target = pair.staged

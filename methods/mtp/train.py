@@ -17,6 +17,7 @@ from methods.common.losses import Loss
 from methods.common.training import (
     SETTINGS,
     batches_on,
+    check_length,
     layer_sizes,
     least_squares,
     some_of,
@@ -27,7 +28,6 @@ from methods.common.training import (
 from methods.eagle.steps import StepDistillation
 from methods.eagle.train import pairs_of
 from specbench.config.compose import program
-from specbench.system.errors import UserError
 from specbench.system.settings import Count, Probability
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def fresh_model(target: StagedModel) -> MtpModel:
 
     from methods.mtp.model import MtpModel
 
-    model = MtpModel(Qwen3Config(**layer_sizes(target), num_hidden_layers=1)).to(target.device)
+    model = MtpModel(Qwen3Config(**layer_sizes(target))).to(target.device)
     layer = cast("Qwen3DecoderLayer", model.layers[0])
     layer.self_attn.o_proj.weight.zero_()
     layer.mlp.down_proj.weight.zero_()
@@ -77,8 +77,7 @@ def fit(model: MtpModel, target: StagedModel, text: Iterable[Batch]) -> None:
 @trainer(SETTINGS | {"draft_steps": Count, "decay": Probability}, may_sample=False)
 def train(cfg: DictConfig) -> Path:
     """Trains as configured (conf/train_mtp.yaml) and returns the folder of the finished head."""
-    if cfg.length < cfg.draft_steps + 2:
-        raise UserError(f"length={cfg.length} leaves no room for draft_steps={cfg.draft_steps}")
+    check_length(cfg, "draft_steps")
     pair = target_pair(cfg)
     model = fresh_model(pair.staged)
     fit(model, pair.staged, batches_on(cfg, pair))

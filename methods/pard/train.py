@@ -18,6 +18,7 @@ from methods.common.training import (
     DRAFT_SETTINGS,
     agreement,
     agreements,
+    check_length,
     held_out_batches,
     mask_to_fill,
     pair_to_train,
@@ -29,7 +30,6 @@ from methods.pard.drafter import MASK
 from specbench.config.compose import program
 from specbench.decoding.state import NORMED
 from specbench.models.pairs import draft_of
-from specbench.system.errors import UserError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -130,8 +130,7 @@ class ParallelDistillation(torch.nn.Module):
 @trainer(DRAFT_SETTINGS | MASKED_SETTINGS)
 def train(cfg: DictConfig) -> Path:
     """Tunes as configured (conf/train_pard.yaml) and returns the folder of the finished draft model."""
-    if cfg.length < cfg.tokens_ahead + 2:
-        raise UserError(f"length={cfg.length} leaves no room for tokens_ahead={cfg.tokens_ahead}")
+    check_length(cfg, "tokens_ahead")
     pair = pair_to_train(cfg)
     draft = draft_of(pair)
     mask = mask_to_fill(cfg, pair, draft.config.vocab_size)

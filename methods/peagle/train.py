@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import sys
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from methods.common.losses import ALL, Goals, Loss, teacher_of
 from methods.common.masked_places import JUDGED, MASKED_SETTINGS, Places, places_by_masks, shares_of
@@ -20,6 +19,7 @@ from methods.common.training import (
     SETTINGS,
     agreement,
     agreements,
+    check_length,
     mask_to_fill,
     target_pair,
     train_part,
@@ -27,7 +27,6 @@ from methods.common.training import (
 )
 from methods.eagle3.train import VOCABULARY, TrainingTimeTest, begin
 from specbench.config.compose import program
-from specbench.system.errors import UserError
 from specbench.system.settings import Count
 
 if TYPE_CHECKING:
@@ -77,11 +76,7 @@ class MaskDistillation(TrainingTimeTest):
             goals = Goals(rows, places[columns] + 2 + j, weights[rows, columns]).drawn(self.loss.tokens)
             for chunk in goals.split():
                 states = output[chunk.batch_index, torch.searchsorted(places, chunk.positions - 2 - j)]
-                truth, is_inside = self.inside(teacher(chunk))
-                loss: Any = checkpoint(
-                    self.cross_entropy, truth, states, chunk.weights * is_inside, use_reentrant=False
-                )
-                total = total + loss / self.shares[j]
+                total = total + self.judged(teacher, chunk, [states]) / self.shares[j]
         return total / self.steps
 
     def filled(self, batch: Batch, by_masks: list[torch.Tensor]) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -132,8 +127,7 @@ def fresh_masks(model: Eagle3Model) -> None:
 @trainer(SETTINGS | VOCABULARY | MASKED_SETTINGS | {"draft_layers": Count}, may_sample=False)
 def train(cfg: DictConfig) -> Path:
     """Trains as configured (conf/train_peagle.yaml) and returns the folder of the finished drafting model."""
-    if cfg.length < cfg.tokens_ahead + 3:
-        raise UserError(f"length={cfg.length} leaves no room for tokens_ahead={cfg.tokens_ahead}")
+    check_length(cfg, "tokens_ahead", 3)
     pair = target_pair(cfg)
     mask = mask_to_fill(cfg, pair, pair.staged.embed_tokens.weight.shape[0])
     model, begins = begin(cfg, pair, num_hidden_layers=cfg.draft_layers, mask_token_id=mask)

@@ -234,7 +234,7 @@ def check_batch(cfg: DictConfig, spec: RunSpec) -> None:
         return
     if cfg.pool < cfg.batch_size:
         raise UserError(
-            f"pool={cfg.pool} questions cannot fill batch_size={cfg.batch_size} rows: set pool higher"
+            f"pool={cfg.pool} questions cannot fill batch_size={cfg.batch_size} slots: set pool higher"
         )
     if cfg.pair.device_map is not None:
         raise UserError(

@@ -30,7 +30,7 @@ from specbench.system.errors import UserError, one_line_errors, suggest
 NO_KEY = re.compile(r"Could not override '([\w.]+)'")  # as Hydra says it
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 
 def expanded_layers(count: int, old: int, *, _root_: DictConfig) -> int:
@@ -60,10 +60,7 @@ def benchmark_of(pair: str) -> str:
 
     They are those of the embedded family for its pairs, and Spec-Bench's for all others.
     """
-    names = [pair]
-    for name in names:  # which grows
-        names += _bases(name)
-    return "tiny" if "tiny" in names else "spec_bench"
+    return "tiny" if "tiny" in _lineage(pair) else "spec_bench"
 
 
 OmegaConf.register_new_resolver("benchmark", benchmark_of, replace=True)
@@ -77,23 +74,22 @@ def tuned_on(pair: str, method: str) -> str | None:
 
     It is the pair itself, or the nearest one that its YAML builds on: `tiny_wide` has those of `tiny`.
     """
-    names = [pair]
-    for name in names:  # which grows
+    for name in _lineage(pair):
         if any((folder / "tuned" / name / f"{method}.yaml").is_file() for folder in _folders()):
             return name
-        names += _bases(name)
     return None
 
 
-def _bases(pair: str) -> list[str]:
-    """The pairs that the YAML of a pair builds on."""
-    for folder in _folders():
-        path = folder / "pair" / f"{pair}.yaml"
-        if path.is_file():
+def _lineage(pair: str) -> Iterator[str]:
+    """A pair and those that its YAML builds on, the nearest first."""
+    names = [pair]
+    for name in names:  # which grows
+        yield name
+        paths = (folder / "pair" / f"{name}.yaml" for folder in _folders())
+        if path := next(filter(Path.is_file, paths), None):
             content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
             bases = content.get("defaults", [])
-            return [base for base in bases if isinstance(base, str) and base != "_self_"]
-    return []
+            names += [base for base in bases if isinstance(base, str) and base != "_self_"]
 
 
 def tuned_choice(group: str, *, _root_: DictConfig) -> str:

@@ -12,7 +12,7 @@ from specbench.system.settings import LEARNS, WRAPPED
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from specbench.decoding.drafter import Needs
+    from specbench.decoding.drafter import Drafter, Needs
 
 # What has times of its own: a question, or a pool of questions, whose sequences share their rounds.
 QUESTION, POOL = "question", "pool"
@@ -67,8 +67,6 @@ class RunSpec:
     @property
     def needs(self) -> Needs:
         """What the drafter requires, together with one that it wraps."""
-        from specbench.decoding.drafter import needs_of  # late: reading a run folder needs no torch
-
         return needs_of(self.drafter)
 
     @property
@@ -120,6 +118,30 @@ class RunSpec:
         return classes
 
 
+def needs_of(group: Mapping) -> Needs:
+    """What the drafter of a configuration requires, together with the drafter that it wraps, if it does.
+
+    Args:
+        group: with `_target_`; `drafter` holds the configuration of the wrapped one.
+    """
+    needs = pkgutil.resolve_name(group["_target_"]).needs
+    return needs.around(needs_of(group[WRAPPED])) if WRAPPED in group else needs
+
+
+def make_drafter(group: Mapping, **overrides: Any) -> Drafter:
+    """Makes the drafter of a configuration: that of a run, or one that another drafter wraps.
+
+    Args:
+        group: with `_target_` and parameters.
+        overrides: the pair, and parameters in place of those in `group`.
+
+    Raises:
+        UserError: as the drafter's class.
+    """
+    # Not hydra's instantiate, which would wrap what a method says is wrong.
+    return pkgutil.resolve_name(group["_target_"])(**values.parameters(group) | overrides)
+
+
 def other_engine(config: Mapping) -> dict[str, Any] | None:
     """The configuration of the engine that decodes; None where this project does, as in all older folders."""
     engine = config.get("engine")
@@ -128,7 +150,7 @@ def other_engine(config: Mapping) -> dict[str, Any] | None:
 
 def unit_of(method: type) -> str:
     """The unit of a method's runs: of a scheduler's the pool."""
-    from specbench.decoding.scheduler import Scheduler  # late, as above
+    from specbench.decoding.scheduler import Scheduler  # late: reading a run folder needs no torch
 
     return POOL if issubclass(method, Scheduler) else QUESTION
 

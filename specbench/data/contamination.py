@@ -9,16 +9,22 @@ from typing import TYPE_CHECKING
 from specbench.data.ngrams import ngrams
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from specbench.data.questions import Question
 
 # A text of fewer words says little: it is found as a whole message alone, and as an answer not at all.
 WORDS = 8
+# The setting that names the text of a drafter's memory, and the name of that text's record among those of what a
+# drafter saw. A run refuses such a text where it holds a question: it needs no record of what it was cleared of.
+WARM = "warm"
 
 
 class MeasuredTexts:
     """Texts that a drafter must not know.
+
+    Attributes:
+        key: the same for the same texts.
 
     Args:
         questions: whose turns and reference answers they are.
@@ -34,6 +40,8 @@ class MeasuredTexts:
                 words = words_of(text) if isinstance(text, str) else ()
                 if len(words) >= WORDS:
                     self._by_start[words[:WORDS]].append(words)
+        passages = frozenset(words for some in self._by_start.values() for words in some)
+        self.key = frozenset(self._turns), passages
 
     def in_text(self, text: str) -> bool:
         """Whether a message is one of them, or holds one; case, punctuation and spaces do not count."""
@@ -47,6 +55,40 @@ class MeasuredTexts:
     def in_messages(self, messages: Iterable[dict]) -> bool:
         """Whether a conversation has such a message."""
         return any(self.in_text(message["content"]) for message in messages)
+
+
+class Screen:
+    """Looks through the conversations of a source for measured texts: once, however often the source is read.
+
+    What is remembered are the numbers of those that hold one, so that a source may be larger than the memory.
+
+    Attributes:
+        left_out: the numbers of the conversations that hold one, of those that were read so far.
+        is_complete: whether all were read.
+
+    Args:
+        measured: the texts.
+    """
+
+    def __init__(self, measured: MeasuredTexts):
+        self._measured, self._count = measured, 0
+        self.left_out: set[int] = set()
+        self.is_complete = False
+
+    def cleared(self, conversations: Iterable[list[dict]]) -> Iterator[tuple[int, list[dict]]]:
+        """The conversations that hold none, each with its number.
+
+        Args:
+            conversations: all of the source, from its first one on.
+        """
+        for number, messages in enumerate(conversations):
+            if number == self._count:  # nobody has read so far yet
+                if self._measured.in_messages(messages):
+                    self.left_out.add(number)
+                self._count += 1
+            if number not in self.left_out:
+                yield number, messages
+        self.is_complete = True
 
 
 class BenchmarkNgrams:
@@ -71,17 +113,35 @@ class BenchmarkNgrams:
 
 
 def uncleared_lines(training: Mapping[str, Mapping], questions: str | None) -> list[str]:
-    """A line about each part whose text was cleared of other questions than those that were measured.
+    """A line about each part whose text may hold measured questions: it was cleared of others, or nothing tells of any.
 
     Args:
-        training: records of what the parts saw; `questions` is the sha256 of the file that their text was cleared of.
+        training: records of what the parts saw; `questions` of each stage is the sha256 of the file that its text was
+            cleared of, null where that is not known.
         questions: of the measured file; None: an older run does not tell.
     """
-    return [
-        f"text of {name} was cleared of other questions than these: it may hold them"
-        for name, record in training.items()
-        if questions is not None and record.get("questions", questions) not in (questions, None)
-    ]
+    if questions is None:
+        return []
+    lines: list[str] = []
+    unknown: list[str] = []
+    for name, record in training.items():
+        cleared = {stage.get("questions") for stage in stages(record)}
+        if name == WARM or cleared == {questions}:
+            continue
+        if cleared - {questions, None}:
+            lines.append(f"text of {name} was cleared of other questions than these: it may hold them")
+        else:
+            unknown.append(name)
+    if unknown:
+        lines.append(
+            f"text of {', '.join(unknown)} may hold these questions: no record says that it was cleared of them"
+        )
+    return lines
+
+
+def stages(record: Mapping) -> list[Mapping]:
+    """The stages of a training, the first one first; older records tell of the last one alone."""
+    return [*record.get("earlier", []), record]
 
 
 def words_of(text: str) -> tuple[str, ...]:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import random
-from itertools import count, dropwhile, filterfalse, islice
+from itertools import count, dropwhile, islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import hydra
 import torch
+from tqdm import tqdm
 
-from specbench.data.contamination import MeasuredTexts
+from specbench.data.contamination import MeasuredTexts, Screen
 from specbench.data.questions import MissingQuestionsError, file_questions, find_questions_file
 from specbench.system.errors import UserError, warn
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
     from specbench.models.pairs import Pair
 
+Item = TypeVar("Item")
+
 ROLES = {
     "human": "user",
     **dict.fromkeys(("gpt", "chatgpt", "bing", "bard"), "assistant"),
@@ -29,9 +32,12 @@ ROLES = {
 HELD_OUT_EVERY = 50  # one conversation in so many is never trained on
 SHUFFLED = 1024  # conversations that a draw is made from
 WAITING = 48  # rows to choose from when one is filled: about 3 % of a row stays empty
+SILENT_SECONDS = 2  # what takes longer shows how far it is
 
 Messages = list[dict]  # [{"role": ..., "content": ...}], with "complete": False for an answer that was cut
 Tokens = tuple[list[int], list[float]]  # ids, and the weight of each in the loss
+
+_screens: dict[tuple[object, ...], Screen] = {}  # of this process, by source and measured texts
 
 
 def conversations(
@@ -40,7 +46,7 @@ def conversations(
     """Conversations in an order that `cfg.seed` draws; the held-out ones are disjoint from the others.
 
     They are endless, unless `epochs` says how often a file or data set is read; a pair's own have no end. Those with a
-    text of the benchmark `cfg.data` are left out.
+    text of the benchmark `cfg.data` are left out; each is looked through once in a process, see `Screen`.
 
     Args:
         cfg: settings of what reads them. `conversations`: a JSON Lines file or the name of a data set on the hub, whose
@@ -55,17 +61,17 @@ def conversations(
     """
     measured = measured_texts(cfg)
 
-    def screened(rows: Iterable[Messages]) -> Iterable[Messages]:
-        return rows if measured is None else filterfalse(measured.in_messages, rows)
+    def cleared(rows: Iterable[Messages]) -> Iterable[tuple[int, Messages]]:
+        return enumerate(rows) if measured is None else screen_of(cfg, measured, held_out).cleared(rows)
 
     if cfg.conversations is None:
-        yield from screened(own_text(cfg.pair, cfg.seed, held_out))
+        yield from (messages for _, messages in cleared(own_text(cfg.pair, cfg.seed, held_out)))
         return
     for epoch in count() if epochs is None else range(epochs):
-        rows = read(cfg.conversations, cfg.split)
-        chosen = (row for i, row in enumerate(rows) if (i % HELD_OUT_EVERY == 0) == held_out)
+        rows = cleared(read(cfg.conversations, cfg.split))
+        chosen = (messages for i, messages in rows if (i % HELD_OUT_EVERY == 0) == held_out)
         answered = 0
-        for messages in shuffled(screened(chosen), random.Random(f"{cfg.seed} {epoch}")):
+        for messages in shuffled(chosen, random.Random(f"{cfg.seed} {epoch}")):
             answered += any(message["role"] == "assistant" for message in messages)
             yield messages
         if needs_answers and not answered:
@@ -81,6 +87,20 @@ def measured_texts(cfg: DictConfig) -> MeasuredTexts | None:
     return None if cfg.get("data") is None else MeasuredTexts(file_questions(cfg.data, cfg.task))
 
 
+def screen_of(cfg: DictConfig, measured: MeasuredTexts, held_out: bool = False) -> Screen:
+    """What remembers which conversations of a source hold a measured text; of a file that has changed, a new one."""
+    source: tuple[object, ...]
+    if cfg.conversations is None:
+        source = (str(cfg.pair.training), cfg.seed, held_out)
+    elif is_file(cfg.conversations):
+        path = Path(cfg.conversations).resolve()
+        status = path.stat()
+        source = (path, status.st_ino, status.st_size, status.st_mtime_ns)
+    else:
+        source = (cfg.conversations, cfg.split)
+    return _screens.setdefault((*source, measured.key), Screen(measured))
+
+
 def count_left_out(cfg: DictConfig) -> int | None:
     """Counts, and says, how many conversations of a file are left out.
 
@@ -89,9 +109,17 @@ def count_left_out(cfg: DictConfig) -> int | None:
     measured = measured_texts(cfg)
     if measured is None or cfg.conversations is None or not is_file(cfg.conversations):
         return None
-    left_out = sum(map(measured.in_messages, read(cfg.conversations)))
-    print(f"{left_out} conversations hold a text of {cfg.data.name}: they are left out")
-    return left_out
+    screen = screen_of(cfg, measured)
+    if not screen.is_complete:
+        for _ in screen.cleared(watched(read(cfg.conversations), "looking for questions")):
+            pass
+    print(f"{len(screen.left_out)} conversations hold a text of {cfg.data.name}: they are left out")
+    return len(screen.left_out)
+
+
+def watched(items: Iterable[Item], label: str, unit: str = "conversation") -> Iterable[Item]:
+    """The same, with a bar that shows how far it is where that takes long."""
+    return tqdm(items, desc=label, unit=unit, delay=SILENT_SECONDS, leave=False)
 
 
 def check_conversations(cfg: DictConfig) -> None:
@@ -140,7 +168,7 @@ def is_file(source: str) -> bool:
 def read(source: str, split: str = "train") -> Iterator[Messages]:
     """One pass over a file or data set, row by row."""
     if is_file(source):
-        with open(source, encoding="utf-8") as lines:
+        with open(source, "rb") as lines:  # bytes that are no text are a fault of their line
             for number, line in enumerate(lines, 1):
                 if not line.strip():
                     continue

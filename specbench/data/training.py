@@ -9,18 +9,19 @@ import json
 import math
 import os
 import shutil
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 from tqdm import tqdm
 
 from specbench.data.conversations import count_left_out
 from specbench.data.questions import questions_sha256
-from specbench.system.errors import UserError
-from specbench.system.files import file_sha256, lock_folder, make_folder, read_json, write_atomic, write_json
+from specbench.system.errors import UserError, file_errors, one_line
+from specbench.system.files import file_sha256, finite, lock_folder, make_folder, read_json, write_json
 from specbench.system.paths import packaged
 from specbench.system.settings import plain
 from specbench.system.threads import Threads, use_threads
@@ -40,6 +41,7 @@ STATES = "states.json"  # the record of a target's states that were stored
 FREE = ("out", "save_every", "save_dtype", "conversations", "states", "data", "task")
 PLAIN = ("NO", "MULTI_GPU", "MULTI_CPU")  # accelerate's names
 WARMUP = 20  # the learning rate rises in one of so many steps
+WRITE_ERRORS = (OSError, SafetensorError)  # where a disk is full, or may not be written
 
 
 def adamw(module: torch.nn.Module, cfg: DictConfig) -> list[torch.optim.Optimizer]:
@@ -86,9 +88,8 @@ def train(
         The folder of what was trained.
 
     Raises:
-        UserError: the kind of parallelism is not supported, or the folder holds another training, or another process
-            trains in it.
-        FloatingPointError: the loss is no longer finite.
+        UserError: the kind of parallelism is not supported; the folder holds another training, or another process
+            trains in it, or it cannot be written; the loss is no longer finite.
     """
     out = Path(cfg.out)
     if is_finished(cfg):
@@ -105,10 +106,11 @@ def train(
         left_out = _left_out(cfg) if main else None
         figures = _steps(accelerator, module, batches, evaluate, cfg, began_with, optimizers, rate)
         if main:
-            save(out, figures)
+            with _write_errors(out, WRITE_ERRORS):
+                save(out, finite(figures))
             write_json(out / CONDITIONS, began_with)
             record = _record(cfg, began_with, left_out, world, figures, begins, stages_of(earlier))
-            write_atomic(out / RECORD, json.dumps(record, indent=2) + "\n")
+            write_json(out / RECORD, record)
             shutil.rmtree(checkpoints, ignore_errors=True)  # of no use once the part itself is there
             print(", ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in figures.items()))
             print(out)
@@ -164,7 +166,9 @@ def _steps(
             loss = accelerator.reduce(torch.stack(losses).sum(), "mean") * cfg.accumulate / len(losses)
             figures = {"loss": loss.item(), **evaluate()}
         if not math.isfinite(figures["loss"]):
-            raise FloatingPointError(f"{out}: the loss is {figures['loss']} at step {step}")
+            raise UserError(
+                f"{out}: the loss is {figures['loss']} at step {step}: set a smaller learning_rate and another out="
+            )
         losses.clear()
         bar.set_postfix({name: f"{value:.3f}" for name, value in figures.items()})
         if main:
@@ -185,11 +189,12 @@ def _check_kind(accelerator: Accelerator) -> None:
 
 def _save_state(accelerator: Accelerator, checkpoints: Path, began_with: dict[str, Any], step: int) -> None:
     """Writes a state to go on from, in the place of the one before."""
-    accelerator.save_state(str(checkpoints / "state.new"))
+    with _write_errors(checkpoints, (*WRITE_ERRORS, RuntimeError)):  # the last one is torch's
+        accelerator.save_state(str(checkpoints / "state.new"))
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         with_threads = began_with | {"torch_threads": torch.get_num_threads()}
-        (checkpoints / "state.new" / CONDITIONS).write_text(json.dumps(with_threads))
+        write_json(checkpoints / "state.new" / CONDITIONS, with_threads)
         _replace(checkpoints, step)
     accelerator.wait_for_everyone()
 
@@ -228,7 +233,7 @@ def stages_of(folder: str | Path | None) -> list[dict]:
     path = None if folder is None else packaged(folder) / RECORD
     if path is None or not path.is_file():
         return []
-    record = json.loads(path.read_text())
+    record = read_json(path)
     return [*record.pop("earlier", []), record]
 
 
@@ -289,11 +294,19 @@ def _use_threads(
     return use_threads(requested_threads, work if alone_on_a_cpu else None)
 
 
+@contextmanager
+def _write_errors(folder: Path, kinds: tuple[type[Exception], ...]) -> Iterator[None]:
+    """Turns errors of such kinds, which writing to a folder causes, into a UserError."""
+    try:
+        yield
+    except kinds as error:
+        raise UserError(f"cannot write {folder}: {one_line(error)}") from error
+
+
 def _log(path: Path, row: dict) -> None:
     """Adds a line; one for the same step, written before a stop, stays above it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
+    with file_errors(writing=path), path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(finite(row)) + "\n")
 
 
 def _replace(checkpoints: Path, step: int) -> None:

@@ -9,7 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specbench.data.contamination import MeasuredTexts
+from specbench.data.contamination import WARM, MeasuredTexts
 from specbench.data.questions import file_questions
 from specbench.system.errors import UserError
 from specbench.system.files import file_sha256
@@ -21,9 +21,6 @@ if TYPE_CHECKING:
 
     from specbench.data.conversations import Tokens
     from specbench.models.pairs import Pair
-
-WARM = "warm"  # the setting, and the name of the file's record among those of what a drafter saw
-SILENT_SECONDS = 2  # a longer warming shows how far it is
 
 
 def warm_file(drafting: Mapping) -> str | None:
@@ -68,14 +65,10 @@ def warm_rows(file: str, pair: Pair) -> Iterator[Tokens]:
     Raises:
         UserError: it is no file of conversations.
     """
-    from tqdm import tqdm
-
-    from specbench.data.conversations import read, tokenizer_of
+    from specbench.data.conversations import read, tokenizer_of, watched
 
     tokenize = tokenizer_of(pair)
-    for messages in tqdm(
-        read(str(packaged(file))), desc=WARM, unit="conversation", delay=SILENT_SECONDS, leave=False
-    ):
+    for messages in watched(read(str(packaged(file))), WARM):
         yield from tokenize(messages)
 
 

@@ -261,21 +261,15 @@ def renew(page: Path, checked: list[Checked], runs: list[Run]) -> None:
 # -- measures: (claim, runs) -> number with interval and a remark; None without a run
 
 
-def speedup(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
-    """Overall speedup of a run."""
-    run = _last(claim["of"], runs)
-    return None if run is None else (_speedup(run.summary["overall"]), _basis(run))
-
-
 def number(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
-    """A number of the summary, without an interval."""
-    run = _last(claim["of"], runs)
+    """A number of the summary, the overall speedup unless the claim names another, with its interval if it has one."""
+    run, what = _last(claim["of"], runs), claim.get("what", "speedup")
     if run is None:
         return None
-    value = run.summary["overall"]
-    for key in claim["what"].split("."):
+    value = overall = run.summary["overall"]
+    for key in what.split("."):
         value = None if value is None else value.get(key)
-    return Speedup(value, None, None), _basis(run)
+    return Speedup(value, overall.get(f"{what}_low"), overall.get(f"{what}_high")), _basis(run)
 
 
 def relative(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
@@ -302,31 +296,22 @@ def relative(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
     _, (ratio, count, unit), rivals = min(measured, key=lambda item: item[0])
     batch = f", batch {rivals[0].summary['batch_size']}" if rivals[0].unit == POOL else ""
     means = f", means over {len(values)} values of {key}" if key else ""
-    first = f"{_named(ours[0])} " if _form(ours[0]) else ""
+    name = _named(ours[0])
+    first = "" if name == method_label(ours[0].summary) else f"{name} "
     basis = f"{first}against {_named(rivals[0])}{batch}; {remarks.paired_over(count, unit)}{means}"
     return ratio, "; ".join([basis, *apart, *_doubts(claim, ours, rivals)])
 
 
-def exact(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
-    """Share of the answers that equal the reference's, token for token, over all runs that match."""
-    return _share_of_answers(claim, runs, ("exact",))
-
-
-def certified(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
-    """Share of the answers that are exact or a rounding tie, over all runs that match."""
-    return _share_of_answers(claim, runs, ("exact", "tie"))
-
-
-def _share_of_answers(
-    claim: Mapping, runs: list[Run], verdicts: tuple[str, ...]
-) -> tuple[Speedup, str] | None:
+def share_of_answers(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
+    """Share of the answers with one of the verdicts `EQUAL`, over all runs that match."""
     counts = [run.summary["equivalence"] for run in runs if _matches(claim["of"], run)]
     answers = sum(count["answers"] for count in counts)
     if not answers:
         return None
     total = {name: sum(count[name] or 0 for count in counts) for name in ("exact", "tie", "violation")}
     remark = "{} runs: {exact} exact, {tie} ties, {violation} violations".format(len(counts), **total)
-    return Speedup(sum(total[name] for name in verdicts) / answers, None, None), remark
+    equal = sum(total[name] for name in EQUAL[claim["measure"]])
+    return Speedup(equal / answers, None, None), remark
 
 
 def parameters(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
@@ -351,9 +336,15 @@ def parameters(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
     return Speedup(count / of_other, None, None), f"{count:,}{forms[0]} against {of_other:,}{forms[1]}"
 
 
-COUNTED = ("exact", "certified", "parameters")  # measures that have no interval because they need none
+# By measure, the verdicts on answers that count as equal to the reference's.
+EQUAL = {"exact": ("exact",), "certified": ("exact", "tie")}
+COUNTED = (*EQUAL, "parameters")  # measures that have no interval because they need none
 MEASURES: dict[str, Callable] = {
-    measure.__name__: measure for measure in (speedup, number, relative, exact, certified, parameters)
+    "speedup": number,
+    "number": number,
+    "relative": relative,
+    "parameters": parameters,
+    **dict.fromkeys(EQUAL, share_of_answers),
 }
 
 
@@ -414,12 +405,9 @@ def _form(run: Run) -> str:
 
 
 def _named(run: Run) -> str:
-    """The method, with the form of its weights where there are two."""
-    return method_label(run.summary) + (f" ({_form(run)})" if _form(run) else "")
-
-
-def _speedup(numbers: Mapping) -> Speedup:
-    return Speedup(numbers["speedup"], numbers["speedup_low"], numbers["speedup_high"])
+    """The method, with the form of its weights where there are two, and its cores where it has some of its own."""
+    form = f" ({_form(run)})" if _form(run) else ""
+    return f"{method_label(run.summary)}{form}{remarks.cores_label(run.summary)}"
 
 
 def _basis(run: Run) -> str:

@@ -25,7 +25,7 @@ from specbench.report.cells import (
     speedup_text,
 )
 from specbench.report.phases import slow_machine
-from specbench.report.remarks import disturbed, dtype_label, faults
+from specbench.report.remarks import cores_label, disturbed, dtype_label, faults
 from specbench.report.runs import Run, as_text, chosen_settings, method_label, named, varied_settings
 from specbench.report.training_data import tokens_seen
 from specbench.system.settings import TOKEN
@@ -182,7 +182,8 @@ def decisions(runs: Iterable[Run]) -> list[Decision]:
         if _is_plain(run.summary):
             itself.setdefault(setting, []).append(run)
             continue
-        label = ", ".join([method_label(run.summary), *as_text(differing)])
+        name = f"{method_label(run.summary)}{cores_label(run.summary)}"
+        label = ", ".join([name, *as_text(differing)])
         settings[setting].setdefault(label, Alternative(label)).runs.append(run)
     return [
         Decision(setting, sorted(of_it.values(), key=lambda one: -one.speedup), itself.get(setting, []))

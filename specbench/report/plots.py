@@ -21,7 +21,7 @@ from specbench.config.spec import POOL, QUESTION
 from specbench.measure.metrics.acceptance import STRETCHES
 from specbench.report.break_even import BreakEven, break_evens
 from specbench.report.model_scaling import baseline_fractions, by_size, of_other_models
-from specbench.report.remarks import baseline_rate
+from specbench.report.remarks import baseline_rate, cores_label
 from specbench.report.runs import Run, beside_engines, grids, labels, latest, task_names
 
 if TYPE_CHECKING:
@@ -75,8 +75,7 @@ class PlottedRun:
 
     label: str
     summary: dict
-    colour: str
-    marker: str
+    look: dict[str, Any]
 
     @property
     def overall(self) -> dict:
@@ -143,7 +142,7 @@ def chosen(named: list[tuple[str, Run]], most: int = MAX_SERIES) -> tuple[list[P
     fastest_labels = [label for label, _ in fastest[: max(most, MOST_POINTS)]]
     looks = enumerate(pair for pair in named if pair[0] in fastest_labels)
     shown = [
-        PlottedRun(label, run.summary, PALETTE[index % len(PALETTE)], MARKERS[index % len(MARKERS)])
+        PlottedRun(label + cores_label(run.summary), run.summary, _look(index))
         for index, (label, run) in looks
         if label in fastest_labels[:most]
     ]
@@ -219,15 +218,14 @@ def time_by_part(runs: list[PlottedRun]) -> Figure | None:
     if not runs:
         return None
     axes = _axes(7, 1.4 + 0.35 * len(runs))
-    left = np.zeros(len(runs))
+    left, spent = np.zeros(len(runs)), [_milliseconds(run.overall) for run in runs]
     for part, colour in PARTS.items():
-        widths = np.array([_milliseconds(run.overall).get(part, 0.0) for run in runs])
+        widths = np.array([parts.get(part, 0.0) for parts in spent])
         if widths.any():
             axes.barh(range(len(runs)), widths, left=left, color=colour, hatch=HATCHES[part], label=part,
                       edgecolor="black", linewidth=0.5, height=0.6)  # fmt: skip
             left += widths
-    keys = ("tokens_per_second", "hf_generate_tokens_per_second")
-    rates = [max(filter(None, (run.summary["baseline"][key] for key in keys)), default=None) for run in runs]
+    rates = [baseline_rate(run.summary["baseline"]) for run in runs]
     baselines = [(1e3 / rate, index) for index, rate in enumerate(rates) if rate]
     for i, (at, index) in enumerate(baselines):
         axes.plot([at, at], [index - 0.4, index + 0.4], color="black", linewidth=2,
@@ -254,7 +252,7 @@ def acceptance_by_position(runs: list[PlottedRun]) -> Figure | None:
         if not rates:
             continue
         axes = axes or _axes(6.5, 4)
-        axes.plot(range(1, len(rates) + 1), rates, color=run.colour, marker=run.marker, label=run.label)
+        axes.plot(range(1, len(rates) + 1), rates, label=run.label, **run.look)
     if axes is None:
         return None
     axes.set(ylim=(0, 1.02), xlabel="position in the draft", ylabel="accepted, if all before it were")
@@ -274,7 +272,7 @@ def acceptance_over(runs: list[PlottedRun], name: str) -> Figure | None:
     axes = _axes(6.5, 4)
     for run, line in lines:
         if line:
-            axes.plot(list(line), list(line.values()), color=run.colour, marker=run.marker, label=run.label)
+            axes.plot(list(line), list(line.values()), label=run.label, **run.look)
     shown = sorted(set().union(*(line for _, line in lines)))
     ends = [f"\u2013{end - 1}" for end in edges[1:]] + ["+"]
     axes.set(xticks=shown, xticklabels=[f"{edges[i]}{ends[i]}" for i in shown], xlabel=STRETCH_NAMES[name])
@@ -290,7 +288,7 @@ def _stretches(numbers: dict, name: str) -> dict[int, float]:
 
 
 def throughput(summaries: Iterable[dict]) -> Figure | None:
-    """Tokens per second over the batch size, of many methods the fastest. None without a batch of more than one row."""
+    """Tokens per second over the batch size, of many methods the fastest. None without a batch of two or more."""
     lines: dict[str, dict[int, float]] = {}
     of_pools = [s for s in summaries if s["unit"] == POOL and s["overall"]["tokens_per_second"]]
     for name, summary in zip(labels(of_pools, without=("batch_size",)), of_pools):
@@ -305,10 +303,9 @@ def throughput(summaries: Iterable[dict]) -> Figure | None:
         axes.set_title(f"the {MAX_SERIES} fastest of {len(lines)} lines", fontsize=8)
     for index, (name, line) in enumerate(shown.items()):
         line_sizes = sorted(line)
-        axes.plot(line_sizes, [line[size] for size in line_sizes], label=name, color=PALETTE[index % len(PALETTE)],
-                  marker=MARKERS[index % len(MARKERS)])  # fmt: skip
+        axes.plot(line_sizes, [line[size] for size in line_sizes], label=name, **_look(index))
     axes.set_xscale("log", base=2)
-    axes.set(xticks=sizes, xticklabels=sizes, xlabel="rows in a batch", ylabel="tokens per second")
+    axes.set(xticks=sizes, xticklabels=sizes, xlabel="batch size", ylabel="tokens per second")
     axes.set_ylim(bottom=0)
     return _legend(axes)
 
@@ -332,7 +329,8 @@ def engines(summaries: Iterable[dict]) -> Figure | None:
             plain.barh(row, rate, height=0.55, color=colour)
         if ceiling:
             plain.plot([ceiling] * 2, [row - 0.35, row + 0.35], color="black", linewidth=1.5)
-        _points(gain, PlottedRun(name, summary, colour, MARKERS[0]), [(summary["overall"], row)], across=True)
+        run = PlottedRun(name, summary, {"color": colour, "marker": MARKERS[0]})
+        _points(gain, run, [(summary["overall"], row)], across=True)
         counts = summary["equivalence"]
         verdicts = f"{counts['exact']}/{counts['tie']}/{counts['violation']}"
         gain.annotate(verdicts, (1.0, row), xycoords=("axes fraction", "data"), xytext=(4, 0),
@@ -388,21 +386,20 @@ def regimes(summaries: Iterable[dict]) -> Figure | None:
     Models that were not expanded are single points, with their names beside them.
     """
     summaries = list(summaries)
-    by_label = dict(list(by_size(summaries).items())[:MAX_SERIES])
-    if not by_label:
+    lines = by_size(summaries)
+    if not lines:
         return None
+    by_label = dict(list(lines.items())[:MAX_SERIES])
     figure = Figure(figsize=(12, 3.6), layout="constrained")
     bandwidth, speedups, reached = figure.subplots(1, 3)
+    if len(lines) > MAX_SERIES:
+        figure.suptitle(f"{MAX_SERIES} of {len(lines)} lines are drawn", fontsize=8)
     fractions = baseline_fractions(by_label)
     bandwidth.plot([size / 1e6 for size in fractions], list(fractions.values()), "o-", color=PALETTE[6])
     bandwidth.set(ylabel="baseline / memory-bandwidth ceiling", ylim=(0, None))
     drafting = {name: sizes for name, sizes in by_label.items() if _drafts(sizes)}
     for index, (name, sizes) in enumerate(drafting.items()):
-        style: dict[str, Any] = {
-            "color": PALETTE[index % len(PALETTE)],
-            "marker": MARKERS[index % len(MARKERS)],
-            "markersize": 5,
-        }
+        style = _look(index) | {"markersize": 5}
         numbers = {size / 1e6: summary["overall"] for size, summary in sizes.items()}
         # MBSU is of the rounds alone: so is the speedup that is held against it.
         comparable = {size: one for size, one in numbers.items() if one[OF_ROUNDS] and one["mbsu"]}
@@ -464,11 +461,7 @@ def _other_models(
             numbers = run["overall"]
             if label not in lines or not numbers[OF_ROUNDS]:
                 continue
-            style: dict[str, Any] = {
-                "color": PALETTE[lines.index(label) % len(PALETTE)],
-                "marker": "*",
-                "markersize": 9,
-            }
+            style = _look(lines.index(label)) | {"marker": "*", "markersize": 9}
             bars = _error_bars([numbers], OF_ROUNDS)
             speedups.errorbar([size], [numbers[OF_ROUNDS]], yerr=bars, linestyle="", capsize=2, **style)
             if numbers["mbsu"]:
@@ -514,6 +507,11 @@ def heat_maps(summaries: Iterable[dict]) -> list[Figure]:
 # -- what they share
 
 
+def _look(index: int) -> dict[str, Any]:
+    """The colour and marker of the run or line of a number."""
+    return {"color": PALETTE[index % len(PALETTE)], "marker": MARKERS[index % len(MARKERS)]}
+
+
 def _axes(width: float, height: float) -> Axes:
     """Axes of a new figure of so many inches; not pyplot's, which keeps every figure."""
     return Figure(figsize=(width, height), layout="constrained").add_subplot()
@@ -530,13 +528,7 @@ def _points(
     blocks = [(numbers, at) for numbers, at in blocks if numbers[what] is not None]
     values, at = [numbers[what] for numbers, _ in blocks], [position for _, position in blocks]
     errors = _error_bars([numbers for numbers, _ in blocks], what)
-    style: dict[str, Any] = {
-        "fmt": run.marker,
-        "color": run.colour,
-        "label": run.label,
-        "capsize": 2,
-        "markersize": 5,
-    }
+    style = run.look | {"linestyle": "", "label": run.label, "capsize": 2, "markersize": 5}
     if across:
         axes.errorbar(values, at, xerr=errors, **style)
     else:
@@ -560,21 +552,20 @@ def _break_even_line(
     limits: tuple[float, float],
 ) -> None:
     """A line over the batch size; what lies outside of what was measured stands in the margin, as an open triangle."""
-    colour, marker = PALETTE[index % len(PALETTE)], MARKERS[index % len(MARKERS)]
+    look = _look(index)
     inside = {size * apart: one.acceptance for size, one in points.items() if math.isfinite(one.acceptance)}
-    axes.plot(
-        list(inside), list(inside.values()), marker, color=colour, linestyle="-", markersize=5, label=label
-    )
+    axes.plot(list(inside), list(inside.values()), markersize=5, label=label, **look)
     for size, one in points.items():
         x = size * apart
         if one.low is not None and one.high is not None:
             span = [min(max(end, limits[0]), limits[1]) for end in (one.low, one.high)]
-            axes.plot([x, x], span, color=colour, linewidth=1.2)
+            axes.plot([x, x], span, color=look["color"], linewidth=1.2)
         if not math.isfinite(one.acceptance):
             above = one.acceptance > 0
             measured = one.measured[1 if above else 0]
             y = (measured + limits[1 if above else 0]) / 2
-            axes.plot([x], [y], "^" if above else "v", color=colour, fillstyle="none", markersize=6)
+            shape = {"marker": "^" if above else "v", "fillstyle": "none", "linestyle": ""}
+            axes.plot([x], [y], **look | shape, markersize=6)
 
 
 def _rays(axes: Axes, right: float, top: float, slopes: dict[str, float]) -> None:

@@ -256,11 +256,8 @@ def itself_text(engine: dict) -> Text:
 
 def baseline_rate(baseline: dict) -> float | None:
     """Tokens per second of what the speedups are quoted against."""
-    rates = {
-        "engine": baseline["tokens_per_second"],
-        "hf_generate": baseline["hf_generate_tokens_per_second"],
-    }
-    return rates[baseline["quoted_against"]]
+    is_ours = baseline["quoted_against"] == "engine"
+    return baseline["tokens_per_second" if is_ours else "hf_generate_tokens_per_second"]
 
 
 def faults(summary: dict, with_baseline: bool = True, with_speed: bool = True) -> list[str]:

@@ -15,10 +15,8 @@ short one makes speedups good.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,8 +29,8 @@ from specbench.measure.metrics.dataframes import steps_frame
 from specbench.measure.metrics.timing import ARMS
 from specbench.report.cells import NUMBER, PlainTable, console, number_text
 from specbench.report.decision import beside_length, draft_length, setting_of
-from specbench.report.runs import Run, as_text, finished_runs
-from specbench.report.tables import print_left_out
+from specbench.report.runs import Run, as_text
+from specbench.report.tables import runs_of_command
 from specbench.system.errors import UserError, file_errors, one_line_errors
 from specbench.system.settings import ADAPTIVE, CONSTANT, GOODPUT
 
@@ -287,13 +285,7 @@ def groups(runs: Iterable[Run]) -> dict[str, list[Recorded]]:
 @file_errors()
 def main() -> int:
     """Prints a table for each drafter and setting of the runs of the command line; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="specbench replay", description=__doc__)
-    parser.add_argument(
-        "runs", nargs="*", type=Path, default=[Path("runs")], help="run folders, or folders of them"
-    )
-    options = parser.parse_args()
-    runs, left_out = finished_runs(options.runs, with_records=True)
-    print_left_out(left_out)
+    runs = runs_of_command("specbench replay", __doc__, with_records=True)
     if not (alike := groups(runs)):
         raise UserError(
             "a replay needs a greedy run of chains, one question at a time: "

@@ -43,6 +43,12 @@ SUMMARY = dict.fromkeys(
         *("max_new_tokens", "limit", "seed", "processor"),
     )
 ) | {"settings": {}, "overall": NUMBERS, "tasks": {}, "equivalence": COUNTS, "baseline": BASELINE}
+# What a summary is made of beside the records.
+FACTS = dict.fromkeys((*metrics.OF_FACTS, "bandwidth_bytes_per_second"))
+CONFIG = dict.fromkeys(("batch_size", "experiment", "protocol", "seed")) | {
+    **{group: {"name": None} for group in ("method", "pair", "data", "task")},
+    "decoding": dict.fromkeys(("temperature", "max_new_tokens")),
+}
 RECORD = dict.fromkeys(("question_id", "task", "category", "pool", "error", "turns"))
 TURN = dict.fromkeys(("turn", "prompt_sha256", "arms", "equivalence"))
 GENERATION = dict.fromkeys(("tokens", "prefill_seconds", "seconds", "steps"))
@@ -210,9 +216,12 @@ def _derived(folder: Path) -> dict:
     That version had no number of pools, and other intervals and another share of hidden drafting.
     """
     try:
-        facts, config = migrated_facts(read_json(folder / store.FACTS)), store.read_config(folder)
+        facts, config = read_json(folder / store.FACTS), store.read_config(folder)
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise UserError(f"damaged: {store.SUMMARY} cannot be derived ({error})") from error
+    if lacking := [*_lacking(facts, FACTS), *_lacking(config, CONFIG)]:
+        raise UserError(f"damaged: {store.FACTS} and {store.CONFIG} lack {named(lacking)}")
+    facts = migrated_facts(facts)
     if origin := Run(folder, {}).provenance:
         facts = {"processor": provenance.processor(origin["machine"], facts["device"])} | facts
     return finite(metrics.summary(_records(folder), facts, config))

@@ -7,12 +7,10 @@ smaller one.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specbench.config.spec import POOL
@@ -20,8 +18,8 @@ from specbench.measure.metrics.statistics import verdict
 from specbench.report.cells import NUMBER, PlainTable, console, speedup_text
 from specbench.report.decision import batch_size, beside_length, draft_length, setting_of
 from specbench.report.remarks import faults
-from specbench.report.runs import DRAFT, Run, as_text, finished_runs
-from specbench.report.tables import print_left_out
+from specbench.report.runs import DRAFT, Run, as_text
+from specbench.report.tables import runs_of_command
 from specbench.system.errors import UserError, file_errors, one_line_errors
 from specbench.system.settings import CONSTANT
 
@@ -156,13 +154,7 @@ def schedule_table(schedule: Schedule) -> Table:
 @file_errors()
 def main() -> int:
     """Prints the schedules of the runs of the command line; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="specbench schedule", description=__doc__)
-    parser.add_argument(
-        "runs", nargs="*", type=Path, default=[Path("runs")], help="run folders, or folders of them"
-    )
-    options = parser.parse_args()
-    runs, left_out = finished_runs(options.runs)
-    print_left_out(left_out)
+    runs = runs_of_command("specbench schedule", __doc__)
     all_schedules = schedules(runs)
     if not all_schedules:
         raise UserError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.text import Text
@@ -38,7 +40,7 @@ from specbench.report.remarks import (
     settings_lines,
     title_text,
 )
-from specbench.report.runs import Run, SkippedRun, beside_engines, grids, labels, task_names
+from specbench.report.runs import Run, SkippedRun, beside_engines, finished_runs, grids, labels, task_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -255,6 +257,16 @@ def print_overview(runs: list[Run]) -> None:
         else:
             print_notes([f"{table.title}: {table.row_count} rows, which python -m specbench.report writes"])
     print_notes(notes(runs))
+
+
+def runs_of_command(program: str, description: str | None, with_records: bool = False) -> list[Run]:
+    """The finished runs that the command line names, else all in runs/; prints those that are left out."""
+    parser = argparse.ArgumentParser(prog=program, description=description)
+    help_text = "run folders, or folders of them"
+    parser.add_argument("runs", nargs="*", type=Path, default=[Path("runs")], help=help_text)
+    runs, left_out = finished_runs(parser.parse_args().runs, with_records)
+    print_left_out(left_out)
+    return runs
 
 
 def print_left_out(left_out: Iterable[SkippedRun]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from specbench.data.contamination import stages
 from specbench.data.warm_start import WARM
 from specbench.report.cells import NUMBER, UNKNOWN, PlainTable
 from specbench.report.runs import labels, named
@@ -18,32 +19,45 @@ SAME = "all drafters that were trained here saw as many tokens of the same data,
 
 
 def training_table(summaries: Iterable[dict]) -> Table | None:
-    """A row for each trained part of each method and pair; None where no run has one."""
+    """A row for each trained part of each method and pair, also for one without a record; None where no run has one."""
     summaries = list(summaries)
     rows = []
     for label, summary in zip(labels(summaries), summaries):
-        for name, record in summary.get("training", {}).items():
+        for name, record in _records(summary).items():
             shares = [value for key, value in record.items() if key.startswith("held_out")]
             row = (
                 label,
                 name,
                 record.get("begins", UNKNOWN),
-                _text(record),
-                f"{tokens_seen(record):,}",
+                _text(record) if record else UNKNOWN,
+                "the measured" if name == WARM else _cleared_of(record),
+                f"{tokens_seen(record):,}" if record else UNKNOWN,
                 str(record.get("steps", UNKNOWN)),  # a text that is looked up has none
                 f"{record['loss']:.3f}" if "loss" in record else UNKNOWN,
-                ", ".join(f"{share:.3f}" for share in shares) or UNKNOWN,
+                ", ".join(UNKNOWN if share is None else f"{share:.3f}" for share in shares) or UNKNOWN,
             )
             if row not in rows:
                 rows.append(row)
     if not rows:
         return None
     table = PlainTable("what drafters were trained on", "" if differing_training(summaries) else SAME)
-    table.add_columns("run", "part", "begins as", "data", overflow="fold")
+    table.add_columns("run", "part", "begins as", "data", "cleared of\nquestions", overflow="fold")
     table.add_columns("tokens,\nall stages", "steps", "loss", "held-out\nshares", **NUMBER)
     for row in rows:
         table.add_row(*row)
     return table
+
+
+def _records(summary: dict) -> dict[str, dict]:
+    """The record of each trained part by its name; {} of one that has none, as it was trained elsewhere."""
+    parts = [*summary.get("trained_weights", {}), *(["draft"] if summary.get("draft") else [])]
+    return {part: {} for part in parts} | summary.get("training", {})
+
+
+def _cleared_of(record: dict) -> str:
+    """The questions that the text of all stages was cleared of; unknown where one stage does not tell."""
+    digests = {str(stage.get("questions") or UNKNOWN)[:SHOWN_OF_A_DIGEST] for stage in stages(record)}
+    return UNKNOWN if UNKNOWN in digests else ", ".join(sorted(digests))
 
 
 def differing_training(summaries: Iterable[dict]) -> list[str]:
@@ -79,22 +93,17 @@ def _kinds(seen: dict[tuple[int, str], list[str]]) -> str:
     return "; ".join(f"{tokens:,} tokens, {text}: {named(names)}" for (tokens, text), names in seen.items())
 
 
-def _stages(record: dict) -> list[dict]:
-    """All stages of a record, the first one first; older records tell of the last one alone."""
-    return [*record.get("earlier", []), record]
-
-
 def tokens_seen(record: dict) -> int:
     """Tokens that a part was trained on, over all stages."""
-    return sum(stage["tokens"] for stage in _stages(record))
+    return sum(stage["tokens"] for stage in stages(record))
 
 
 def _text(record: dict) -> str:
     """The text of all stages: where there are several, with the tokens of each."""
-    stages = _stages(record)
-    if len(stages) == 1:
+    seen = stages(record)
+    if len(seen) == 1:
         return _data(record["data"])
-    return ", then ".join(f"{stage['tokens']:,} of {_data(stage['data'])}" for stage in stages)
+    return ", then ".join(f"{stage['tokens']:,} of {_data(stage['data'])}" for stage in seen)
 
 
 def _differing_memory(summaries: list[dict]) -> list[str]:

@@ -1,17 +1,56 @@
-"""What is said of parts whose text was cleared of other questions."""
+"""Texts that are looked through once, and what is said of parts whose text may hold measured questions."""
 
 from __future__ import annotations
 
-from specbench.data.contamination import uncleared_lines
+from specbench.data.contamination import MeasuredTexts, Screen, uncleared_lines
+from specbench.data.question_files import Question
+
+ASKED = "Which old river runs slowly past the town of nine bridges?"
 
 
 def test_a_part_that_was_cleared_of_other_questions_is_named():
     training = {
         "rest": {"questions": "a"},
         "weights": {"questions": "b"},
-        "draft": {"steps": 9},
-        "warm": {"questions": None},
+        "warm": {"questions": None},  # a run refuses a memory with a measured text
     }
     [line] = uncleared_lines(training, "b")
     assert line.startswith("text of rest was cleared of other questions")
     assert uncleared_lines(training, None) == []  # an older run does not tell which it measured
+
+
+def test_a_part_of_which_no_record_tells_is_named():
+    """Also where it is a stage before the last one that does not, or where nothing was looked for."""
+    training = {
+        "weights": {"questions": "b", "earlier": [{"questions": "b"}]},
+        "draft": {"questions": "b", "earlier": [{"steps": 9}]},
+        "rest": {"questions": None},
+        "heads": {"steps": 9},
+    }
+    [line] = uncleared_lines(training, "b")
+    assert line.startswith("text of draft, rest, heads may hold these questions: no record says")
+    changed = training | {"draft": {"questions": "b", "earlier": [{"questions": "a"}]}}
+    other, unknown = uncleared_lines(changed, "b")
+    assert "text of draft was cleared of other questions" in other and "text of rest, heads" in unknown
+
+
+def talk(text: str) -> list[dict]:
+    return [{"role": "user", "content": text}]
+
+
+def test_a_source_is_looked_through_once_by_all_that_read_it(monkeypatch):
+    """By readers that take turns, too: each is given what a look at every conversation would leave."""
+    looked_at = []
+
+    def in_messages(self, messages) -> bool:
+        looked_at.append(messages[0]["content"])
+        return messages[0]["content"] == ASKED
+
+    monkeypatch.setattr(MeasuredTexts, "in_messages", in_messages)
+    texts = ["a", ASKED, "b", "c", ASKED, "d"]
+    screen = Screen(MeasuredTexts([Question(1, "qa", (ASKED,), None, "qa")]))
+    first, second = (screen.cleared(map(talk, texts)) for _ in range(2))
+    assert [next(first)[0], next(second)[0], next(second)[0], next(first)[0]] == [0, 0, 2, 2]
+    assert not screen.is_complete
+    assert [number for number, _ in second] == [number for number, _ in first] == [3, 5]
+    assert looked_at == texts and screen.left_out == {1, 4} and screen.is_complete

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
+from specbench.data.contamination import MeasuredTexts
 from specbench.data.conversations import (
     batched,
     check_conversations,
@@ -125,6 +126,13 @@ def test_a_line_that_is_no_conversation_is_named(tmp_path, row):
         next(some(str(tmp_path / "bad.jsonl")))
 
 
+def test_bytes_that_are_no_text_are_named(tmp_path):
+    bad = b'{"messages": [{"role": "user", "content": "\xff"}]}'
+    (tmp_path / "bad.jsonl").write_bytes(b'{"messages": []}\n' + bad)
+    with pytest.raises(UserError, match=r"bad\.jsonl.*line 2: not a conversation .*Unicode"):
+        next(some(str(tmp_path / "bad.jsonl")))
+
+
 def test_what_is_not_there_is_named(tmp_path):
     with pytest.raises(UserError, match=r"missing\.jsonl"):
         next(some("missing.jsonl"))
@@ -182,6 +190,27 @@ def test_conversations_with_a_text_of_the_benchmark_are_left_out(tmp_path, capsy
     assert {m[0]["content"] for m in islice(conversations(cfg, held_out=True), 4)} == {"0", "100"}
     assert count_left_out(cfg) == 2 and "2 conversations hold a text of elsewhere" in capsys.readouterr().out
     assert count_left_out(settings(cfg.conversations)) is None
+
+
+def test_each_conversation_is_looked_through_once(tmp_path, monkeypatch):
+    """However often it is read, and by whom; a file that has changed is looked through anew."""
+    texts, looked_at, in_messages = [str(i) for i in range(120)], [], MeasuredTexts.in_messages
+    texts[7], texts[50] = f"Please: {ASKED}", ASKED
+    cfg = settings(write(tmp_path / "a.jsonl", texts), **benchmark(tmp_path))
+
+    def counted(self, messages) -> bool:
+        looked_at.append(messages)
+        return in_messages(self, messages)
+
+    monkeypatch.setattr(MeasuredTexts, "in_messages", counted)
+    for held_out in (True, False, False):
+        list(conversations(cfg, held_out, epochs=3))
+    assert count_left_out(cfg) == 2 and len(looked_at) == 120
+    write(tmp_path / "a.jsonl", [*texts, ASKED])
+    trained = {m[0]["content"] for m in conversations(cfg, epochs=2)}
+    assert count_left_out(cfg) == 3 and len(looked_at) == 120 + 121 and ASKED not in trained
+    other = settings(cfg.conversations, **benchmark(tmp_path, "119"))
+    assert "119" not in {m[0]["content"] for m in conversations(other, epochs=1)}
 
 
 def test_a_pairs_own_text_is_looked_through_as_well(tmp_path):

@@ -1,5 +1,8 @@
+"""From journal records to a summary: numbers by hand, what was not measured, which baseline is quoted."""
+
+from __future__ import annotations
+
 import json
-import random
 import subprocess
 import sys
 
@@ -8,15 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specbench.data.question_files import TASKS
+from specbench.measure.metrics import dataframes
 from specbench.measure.metrics import summary as metrics
 from specbench.measure.metrics.acceptance import mbsu
 from specbench.measure.metrics.dataframes import STEP_COLUMNS, generations_frame, steps_frame
 from specbench.measure.metrics.metrics import ceiling_rate
-from specbench.measure.metrics.statistics import Speedup
-from specbench.measure.records import run_folder as store
 from specbench.measure.records.migrate import migrated
-from specbench.system.files import read_json, write_json
 from tests.support.synthetic import (
     CONFIG,
     EXACT,
@@ -24,11 +24,12 @@ from tests.support.synthetic import (
     TIE,
     VIOLATION,
     answered,
-    columns,
+    batched_run,
     generation,
     overall,
     questions,
     record,
+    scaled,
     turn,
 )
 
@@ -38,24 +39,6 @@ KEYS = [
     *("spec_bench_speedup", "acceptance_length", "acceptance_rate", "mbsu"),
     *("draft_seconds", "verify_seconds", "other_seconds"),
 ]
-
-
-def scaled(records, factor):
-    """The same records with every time multiplied."""
-
-    def walk(node):
-        if isinstance(node, list):
-            return [walk(item) for item in node]
-        if isinstance(node, dict):
-            return {k: times(v) if k.endswith("seconds") else walk(v) for k, v in node.items()}
-        return node
-
-    def times(value):
-        if isinstance(value, list):
-            return [None if v is None else v * factor for v in value]
-        return value * factor
-
-    return walk(records)
 
 
 def test_the_step_columns_are_those_of_the_trace():
@@ -314,26 +297,23 @@ def test_frames_hold_every_generation_and_every_round(records):
     assert not steps.duplicated(["question_id", "turn", "arm", "repeat", "step"]).any()
 
 
+@pytest.mark.parametrize("unit", ["question", "pool"])
+def test_records_are_made_into_tables_once(monkeypatch, unit):
+    """Whatever reads them: the baseline, all questions, each task, each third."""
+    made, generations = [], dataframes._generations
+    monkeypatch.setattr(dataframes, "_generations", lambda records: made.append(1) or generations(records))
+    records = [answered(i, "qa" if i % 2 else "rag") for i in range(6)]
+    learns = CONFIG | {"method": CONFIG["method"] | {"memory": "run"}}
+    found = metrics.summary(records, FACTS | {"unit": unit}, learns)
+    assert len(found["tasks"]) == 2 and (unit == "pool" or found["thirds"])
+    assert len(made) == 2, "answers and rounds"
+
+
 @pytest.mark.process
 @pytest.mark.parametrize("module", ["specbench.measure.metrics.summary", "specbench.data.questions"])
 def test_imports_no_torch(module):
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def batched_run(seconds: list[list[tuple[float, float]]]) -> list[dict]:
-    """One question per pool; for each repeat the seconds of the baseline and of the method, two rows a round."""
-    records = []
-    for pool, repeats in enumerate(seconds):
-        rounds = [
-            {"accepted": 1, "sequences": 2, "align_seconds": 0.1, "stats": {"grouped": i == 0}}
-            for i in range(4)
-        ]
-        method = [generation([1] * 4, seconds=m) | {"steps": columns(rounds)} for _, m in repeats]
-        plain = [generation([0] * 8, seconds=b, drafted=0) for b, _ in repeats]
-        single = [generation([0] * 8, seconds=9.0 + i, drafted=0) for i in range(len(repeats))]
-        records.append(record(pool, pool=pool, turns=[turn(baseline=plain, method=method, single=single)]))
-    return migrated(records)
 
 
 def test_a_batch_run_by_hand():
@@ -385,247 +365,3 @@ def test_a_batch_is_held_against_the_ceiling_of_its_sequences():
     other = facts | {"engine": {"name": "x"}}
     assert ceiling_rate(plain.iloc[:0], facts) is ceiling_rate(plain, other) is None
     assert ceiling_rate(plain.iloc[:0], FACTS) == pytest.approx(1e6 / 1000)
-
-
-# -- Spec-Bench's own definitions
-
-
-def spec_bench(folder, tasks: dict) -> dict[str, tuple[float, float]]:
-    """(speedup, mean accepted tokens) by task and "overall" as Spec-Bench's speed.py defines them, from answer files.
-
-    A question's speed is its new tokens / its wall time over all turns, a task's the mean over its questions, the
-    speedup the ratio of the method's and the baseline's; accepted tokens are the mean over all rounds. Two things are
-    otherwise on purpose. The baseline's tokens are its `new_tokens`: speed.py counts them from the text, tokenised
-    again, less one, so that ends of answers are lost in one arm alone. And repeats are further measurements of a
-    question, here more turns; speed.py reads choices[0] of several files, and averages what comes out of each.
-    """
-
-    def answers(name: str) -> list[dict]:
-        return [json.loads(line) for line in (folder / name).read_text(encoding="utf-8").split("\n") if line]
-
-    def speeds(name: str, categories: tuple[str, ...]) -> list[float]:
-        return [
-            sum(sum(choice["new_tokens"]) for choice in answer["choices"])
-            / sum(sum(choice["wall_time"]) for choice in answer["choices"])
-            for answer in answers(name)
-            if answer["category"] in categories
-        ]
-
-    found = {}
-    for task, categories in (
-        tasks | {"overall": tuple(c for of_task in tasks.values() for c in of_task)}
-    ).items():
-        method, plain = speeds("answers.jsonl", categories), speeds("answers_baseline.jsonl", categories)
-        rounds = [
-            count
-            for answer in answers("answers.jsonl")
-            if answer["category"] in categories
-            for choice in answer["choices"]
-            for count in choice["accept_lengths"]
-        ]
-        if method:
-            ratio = (sum(method) / len(method)) / (sum(plain) / len(plain))
-            found[task] = ratio, sum(rounds) / len(rounds)
-    return found
-
-
-def spec_bench_records(repeats: int) -> list[dict]:
-    """Questions of four tasks, one of them of two turns; answers of other lengths in the arms, a failed question."""
-    draw = np.random.default_rng(repeats)
-
-    def arm(rounds: int, most: int, drafted: int) -> list[dict]:
-        accepted = draw.integers(0, most + 1, rounds).tolist()  # greedy decoding says the same in each repeat
-        return [
-            generation(accepted, float(draw.uniform(0.3, 4)), 0.1, drafted=drafted) for _ in range(repeats)
-        ]
-
-    def asked(number: int) -> list[dict]:
-        return [
-            turn(
-                i,
-                TIE,
-                baseline=arm(int(draw.integers(4, 30)), 0, 0),
-                method=arm(int(draw.integers(2, 9)), 5, 5),
-            )
-            for i in range(number)
-        ]
-
-    kinds = [
-        ("mt_bench", "writing"),
-        ("mt_bench", "coding"),
-        ("qa", "qa"),
-        ("rag", "rag"),
-        ("translation",) * 2,
-    ]
-    records = [
-        record(10 * place + i, task, category, asked(2 if task == "mt_bench" else 1))
-        for place, (task, category) in enumerate(kinds)
-        for i in range(4)
-    ]
-    records[6] = record(records[6]["question_id"], "mt_bench", "coding", error="no memory")
-    return migrated(random.Random(0).sample(records, len(records)))
-
-
-@pytest.mark.first_fast
-@pytest.mark.parametrize("repeats", [1, 3])
-def test_spec_benchs_own_numbers_follow_from_its_answer_files(tmp_path, repeats):
-    run_dir = store.find_or_create(CONFIG | {"runs_root": str(tmp_path), "repeats": repeats})
-    write_json(run_dir / store.FACTS, FACTS)
-    with store.open_journal(run_dir) as journal:
-        journal.append(*spec_bench_records(repeats))
-        store.finalise(run_dir)
-    ours, theirs = read_json(run_dir / store.SUMMARY), spec_bench(run_dir, TASKS)
-    assert set(theirs) == {"mt_bench", "translation", "qa", "rag", "overall"}
-    for task, (ratio, accepted) in theirs.items():
-        numbers = ours["overall"] if task == "overall" else ours["tasks"][task]
-        assert numbers["spec_bench_speedup"] == pytest.approx(ratio, rel=1e-9, abs=0)
-        assert numbers["acceptance_length"] == pytest.approx(accepted, rel=1e-9, abs=0)
-    spread = [ratio for ratio, _ in theirs.values()]
-    assert max(spread) - min(spread) > 0.05  # not all alike
-    assert ours["overall"]["spec_bench_speedup"] != pytest.approx(ours["overall"]["speedup"], rel=1e-3)
-    with_answers = [json.loads(line) for line in (run_dir / "answers.jsonl").open(encoding="utf-8")]
-    assert len(with_answers) == 19 and all(len(answer["choices"]) == repeats for answer in with_answers)
-
-
-# -- parts of a run, for comparisons of several
-
-
-def varied(count: int = 12) -> list[dict]:
-    draw = np.random.default_rng(0)
-    return [
-        answered(i, "qa", draw.integers(0, 6, 4).tolist(), float(draw.uniform(1, 3)), 1 + i % 2)
-        for i in range(count)
-    ]
-
-
-def test_parts_make_the_numbers_of_a_run():
-    records = varied()
-    numbers = overall(records)
-    for what, key in (("speedup", "speedup"), ("mbsu", "mbsu")):
-        found = metrics.parts(records, what, "question")
-        assert found.index.tolist() == list(range(12))
-        assert found["above"].sum() / found["below"].sum() == pytest.approx(numbers[key])
-
-
-def test_bytes_of_large_models_are_counted_whole():
-    """Six tokens of a target of 400 MB are more than 31 bits count."""
-    small = varied()
-    large = json.loads(json.dumps(small))  # no two turns share a step
-    for step in (g["steps"] for r in large for t in r["turns"] for arm in t["arms"].values() for g in arm):
-        for name in ("draft_bytes", "target_bytes"):
-            step[name] = [400_000 * count for count in step[name]]
-    one, other = (metrics.parts(records, "mbsu", "question") for records in (small, large))
-    assert (other["above"] / other["below"]).tolist() == pytest.approx((one["above"] / one["below"]).tolist())
-
-
-def test_parts_of_batches_are_runs_of_pools():
-    """Decoding one by one is timed in every repeat: 9 s, then 10."""
-    records = batched_run([[(2.0, 1.0), (8.0, 2.0)], [(3.0, 1.5), (4.0, 4.0)]])
-    speedups = metrics.parts(records, "speedup", "pool")
-    assert speedups.index.tolist() == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert speedups.to_numpy().tolist() == [[2.0, 1.0], [8.0, 2.0], [3.0, 1.5], [4.0, 4.0]]
-    throughput = metrics.parts(records, "throughput", "pool")
-    assert throughput.index.tolist() == speedups.index.tolist()
-    assert throughput.to_numpy().tolist() == [[9.0, 1.0], [10.0, 2.0], [9.0, 1.5], [10.0, 4.0]]
-    read = metrics.parts(records, "mbsu", "pool")
-    numbers = overall(records, FACTS | {"unit": "pool"})
-    assert read["above"].sum() / read["below"].sum() == pytest.approx(numbers["mbsu"])
-    alone = [r | {"turns": [t | {"arms": {k: v for k, v in t["arms"].items() if k != "single"}} for t in r["turns"]]}
-             for r in records]  # fmt: skip
-    of_one = metrics.parts(alone, "throughput", "pool")  # batches of one row: no arm of its own
-    assert of_one.to_numpy().tolist() == speedups.to_numpy().tolist()
-
-
-def test_autoregressive_decoding_that_was_timed_once_gives_no_interval():
-    """Folders of earlier versions: its noise is in no repeat, so only the first one of a pool counts."""
-    records = batched_run([[(2.0, 1.0), (8.0, 2.0), (3.0, 1.5)]])
-    for one in records[1:]:
-        del one["turns"][0]["arms"]["single"]
-    throughput = metrics.parts(records, "throughput", "pool")
-    assert throughput.to_numpy().tolist() == [[9.0, 1.0]]
-    plain = metrics.parts(batched_run([[(2.0, 2.0)] * 3]), "throughput", "pool")
-    found = metrics.relative([plain], [throughput])
-    assert found == (Speedup(2.0, None, None), 1, "repeat")
-    assert metrics.single_rate(generations_frame(records)) == 1.0
-
-
-def test_the_noise_of_autoregressive_decoding_is_in_the_interval():
-    """The method takes one second in every repeat: all of the spread is that of decoding one by one, 9 to 11 s."""
-    throughput = metrics.parts(batched_run([[(2.0, 1.0)] * 3]), "throughput", "pool")
-    exact = throughput.assign(above=10.0)
-    found, count, unit = metrics.relative([exact], [throughput])
-    assert (count, unit) == (3, "repeat") and found.value == 1.0
-    assert found.low < 0.9 and found.high > 1.1
-
-
-def test_processes_that_differ_widen_the_interval_of_batches_too():
-    """Each process ran every pool once, and the second was slower with the method; pools are alike."""
-    journals = [batched_run([[(2.0, seconds)], [(4.0, 2 * seconds)]]) for seconds in (1.0, 1.1)]
-    records = [
-        one | {"process": process, "repeat": process}
-        for process, journal in enumerate(journals)
-        for one in journal
-    ]
-    run, by_process = (
-        found(records, "speedup", "pool") for found in (metrics.parts, metrics.parts_by_process)
-    )
-    assert [frame["below"].sum() for frame in by_process] == pytest.approx([3, 3.3])
-    alone = metrics.relative([run], [run]).ratio
-    assert (alone.low, alone.high) == (1, 1)
-    found = metrics.relative([run], [run], [by_process, by_process]).ratio
-    # Each run's mean of two logarithms that are ln(1.1) apart, with one degree of freedom.
-    half = np.log(1.1) / 2 * 12.7062 * np.sqrt(2)
-    assert found.value == 1 and np.log(found.high) == pytest.approx(half, rel=0.02) and found.low < 1
-    once = metrics.relative([run], [run], [by_process[:1], by_process[:1]]).ratio
-    assert once == alone
-    assert metrics.parts_by_process(records, "acceptance_length", "pool") == []
-
-
-def test_relative_rests_on_pools_where_there_are_several():
-    records = batched_run([[(2.0, 1.0), (8.0, 2.0)], [(3.0, 1.5), (4.0, 4.0)]])
-    run = metrics.parts(records, "speedup", "pool")
-    assert metrics.relative([run], [run]) == (Speedup(1.0, 1.0, 1.0), 2, "pool")
-    first = run.loc[[0]]
-    assert metrics.relative([run], [first]) == (Speedup(1.0, 1.0, 1.0), 2, "repeat")
-    doubled = [run, run.assign(above=2 * run["above"])]
-    assert metrics.relative([run], doubled).ratio.value == pytest.approx(1.5)
-
-
-def test_relative_counts_the_questions_that_are_in_all_runs():
-    records = varied()
-    first, second = (metrics.parts(scaled(records, factor), "speedup", "question") for factor in (1.0, 1.3))
-    found, count, _ = metrics.relative([first], [second])
-    assert (found.value, found.low, found.high) == pytest.approx((1, 1, 1)) and count == 12
-    faster = second.assign(below=second["below"] / 1.25)
-    found, count, _ = metrics.relative([first.iloc[2:]], [faster.iloc[::-1].iloc[2:]])
-    assert (found.value, found.low, found.high) == pytest.approx((1.25, 1.25, 1.25)) and count == 8
-    found, count, _ = metrics.relative([first, first], [faster, second])
-    r = first["above"].sum() / first["below"].sum()
-    assert found.value == pytest.approx((1.25 * r + r) / 2 / r)
-    none = (Speedup(None, None, None), 0, "question")
-    assert metrics.relative([first.iloc[:2]], [second.iloc[2:]]) == none
-    nothing = metrics.parts([], "speedup", "question")
-    assert metrics.relative([first], [nothing]) == none
-    for what, unit in [("throughput", "pool"), ("mbsu", "question"), ("mbsu", "pool")]:
-        assert metrics.parts([], what, unit).empty
-
-
-def test_numbers_without_bytes_are_null():
-    records = [answered(i, "qa", [2, 0, 3], 2.0) for i in range(6)]
-    for one in records:
-        one["turns"][0]["arms"]["method"][0]["steps"]["target_bytes"][1] = None
-    facts = FACTS | {"bandwidth_bytes_per_second": 1e9}
-    known, unknown = (overall(records, facts | {"target_pass_bytes": read}) for read in (1000, None))
-    assert known["mbsu"] is unknown["mbsu"] is None and unknown["speedup"] == known["speedup"] == 2.0
-    assert known["bandwidth_fraction"] > 0 and unknown["bandwidth_fraction"] is None
-    assert metrics.parts(records, "mbsu", "question", 1000).empty, (
-        "null here, too: a gate must not pass on it"
-    )
-
-
-def test_a_batch_of_autoregressive_decoding_reads_more_experts_than_one_sequence():
-    """So what MBSU compares with is a pass of one token, not the baseline's largest one."""
-    records = [answered(i, "qa", [2, 0, 3], 2.0) for i in range(6)]
-    of_batch, of_one = (metrics.parts(records, "mbsu", "question", read) for read in (None, 500))
-    assert (of_batch["above"] / of_one["above"]).tolist() == [2.0] * 6
-    assert of_batch["below"].equals(of_one["below"])

@@ -8,7 +8,7 @@ from specbench.report import remarks
 from specbench.report.decision import decision_table, decisions
 from specbench.report.runs import labels
 from tests.report.test_phases import measured
-from tests.report.test_tables import shown
+from tests.support.messages import shown
 from tests.support.samples import NUMBERS, SUMMARY, batched, changed, faster, runs_of, wrong
 from tests.support.synthetic import slowed
 
@@ -130,6 +130,11 @@ def test_draft_models_and_threads_are_told_apart():
     ]
     threads = labels([small | {"threads": 1}, small | {"threads": 4}])
     assert threads == ["sps, threads=1", "sps, threads=4"]
+
+
+def test_cores_of_a_methods_own_are_named():
+    drafts_beside = run("mirror_sd", 1.5, 1.4, 1.6, threads=1, extra_cores=1)
+    assert one(a=drafts_beside).sentence.startswith("Take mirror_sd (2 cores), 5 draft tokens at most,")
 
 
 def test_a_table_says_what_drafters_were_trained_on_and_which_runs_were_disturbed(monkeypatch):

@@ -84,6 +84,13 @@ def test_other_models_are_drawn_beside_the_lines():
     assert [1.4] in [list(one.get_ydata()) for one in speedups.get_lines()]
 
 
+def test_of_many_lines_the_title_says_how_many_are_drawn(monkeypatch):
+    summaries = [sized(method, size) for method in ("sps", "pld") for size in (100, 400)]
+    assert plots.regimes(summaries).get_suptitle() == ""
+    monkeypatch.setattr(plots, "MAX_SERIES", 1)
+    assert plots.regimes(summaries).get_suptitle() == "1 of 2 lines are drawn"
+
+
 def test_the_baselines_share_of_the_bandwidth():
     found = by_size([
         *(sized("sps", 100, fraction) for fraction in (0.3,)),

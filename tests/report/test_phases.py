@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from specbench.measure.metrics import summary as metrics
+from specbench.measure.metrics import machine as seen
 from specbench.report import compare, formats, phases, remarks, tables
 from specbench.report.runs import Run
 from tests.support.messages import says
 from tests.support.samples import SUMMARY, changed, faster, run_of, runs_of
-from tests.support.synthetic import CONFIG, FACTS, QUIET, passes, probed, slowed
+from tests.support.synthetic import FACTS, QUIET, passes, probed, slowed
 
 
 def measured(*probes: dict, summary: dict = SUMMARY, best: dict = QUIET, machine: str = "EPYC") -> dict:
     """A summary of a run with these probes."""
-    facts = FACTS | {"speed": {"machine": machine, "best": best}}
-    found = metrics.summary(probed(passes(1), *probes), facts, CONFIG)
-    return summary | {"machine": found["machine"]}
+    records, facts = probed(passes(1), *probes), FACTS | {"speed": {"machine": machine, "best": best}}
+    return summary | {"machine": seen.machine(records) | {"speed": seen.speed(records, facts)}}
 
 
 def first_line(summary: dict) -> str:

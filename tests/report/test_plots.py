@@ -303,6 +303,12 @@ def labels_in(figure: Figure) -> list[str]:
     return [*axes.get_legend_handles_labels()[1], *ticks]
 
 
+def test_cores_of_a_methods_own_are_in_its_label():
+    run = Run(None, SUMMARY | {"threads": 1, "extra_cores": 1})
+    (drawn,), _ = plots.chosen([("mirror_sd", run)])
+    assert drawn.label == "mirror_sd (2 cores)"
+
+
 def test_of_runs_that_share_a_label_the_last_is_drawn():
     shown = plots.figures(runs_of(a=faster(1.2), b=faster(1.4)))
     assert points(shown["acceptance_and_speedup"])["kangaroo"][1] == [1.4]

@@ -17,7 +17,7 @@ from specbench.report.replay import (
     rounds_of,
 )
 from specbench.report.runs import Run
-from tests.report.test_tables import shown
+from tests.support.messages import shown
 from tests.support.samples import SUMMARY, changed, runs_of
 from tests.support.synthetic import generation, record, turn
 

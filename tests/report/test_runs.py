@@ -149,6 +149,23 @@ def test_a_folder_of_an_earlier_version_is_derived_from_its_records(tmp_path):
         read_run(run_dir)
 
 
+LACKING = [(store.FACTS, ("weights",)), (store.CONFIG, ("decoding", "temperature"))]
+
+
+@pytest.mark.parametrize(("file", "path"), LACKING)
+def test_an_older_folder_that_lacks_a_fact_or_setting_is_left_out_and_named(tmp_path, file, path):
+    """The others are read all the same."""
+    today = finite(metrics.summary([answered(1)], FACTS, CONFIG))
+    for name in ("good", "older"):
+        run_dir = write_run(tmp_path, name, without(today, "overall", "mbsu"), records=[answered(1)])
+        for where, content in ((store.FACTS, FACTS), (store.CONFIG, CONFIG)):
+            lacks = (name, where) == ("older", file)
+            write_json(run_dir / where, without(content, *path) if lacks else content)
+    found, (item,) = read_runs([tmp_path])
+    assert [run.name for run in found] == ["good"] and item.folder.name == "older"
+    assert says(item.reason, "damaged ... summary.json ... overall.mbsu")
+
+
 @pytest.mark.parametrize(("device", "processor"), [("cpu", "EPYC"), ("cuda:0", "H100")])
 def test_the_processor_of_an_older_folder_is_that_of_its_provenance(tmp_path, device, processor):
     facts, records = without(FACTS, "processor") | {"device": device}, [answered(1)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from specbench.report.schedule import schedule_table, schedules
-from tests.report.test_tables import shown
+from tests.support.messages import shown
 from tests.support.samples import SUMMARY, WRONG, batched, changed, runs_of
 
 

@@ -80,6 +80,23 @@ def test_all_stages_count(tmp_path):
     assert "4,096,000" in text and "| draft |" in text and SAME in text
 
 
+def test_what_a_text_was_cleared_of_is_shown_and_unknown_where_no_record_tells():
+    """A part that was trained elsewhere, a record without the questions, and one whose first stage lacks them."""
+    cleared = TRAINED | {"questions": "4b6d33e79484", "held_out_agreement": None}
+    staged = cleared | {"earlier": [{"data": "stream", "tokens": 5}]}
+    elsewhere = summary("eagle3") | {"trained_weights": {"weights": {}}, "draft": "hub/draft"}
+    runs = [
+        summary("sps", draft=cleared) | {"draft": "ours"},
+        summary("s2d", draft=staged),
+        summary("kangaroo", weights=TRAINED) | {"trained_weights": {"weights": {}}},
+        elsewhere,
+    ]
+    shown = {(row[0], row[1]): [*row[4:]] for row in formats.cells(training_table(runs)).rows}
+    assert shown["sps", "draft"] == ["4b6d33e7", "1,024,000", "500", "1.250", "–"]
+    assert shown["s2d", "draft"][0] == shown["kangaroo", "weights"][0] == "–"
+    assert shown["eagle3", "weights"] == shown["eagle3", "draft"] == ["–"] * 5 and len(shown) == 5
+
+
 @pytest.mark.slow
 def test_a_warmed_memory_is_told_of_and_not_set_beside_another_in_silence(tmp_path, capsys):
     def began(method: str, data: str | None, **more: str) -> dict:

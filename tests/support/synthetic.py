@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from specbench.config.spec import RunSpec
 from specbench.measure.machine.speed import BANDWIDTH, OPERATIONS, PRODUCT
 from specbench.measure.metrics import summary as metrics
+from specbench.measure.metrics.dataframes import generations_frame, steps_frame
+from specbench.measure.records.migrate import migrated
 
 FACTS = {
     "target_pass_bytes": 1000,
@@ -160,7 +162,42 @@ def questions(draw, min_size=1, max_size=6, slow=slowness):
 
 def overall(records, facts=FACTS) -> dict:
     """The numbers over all questions of some records."""
-    return metrics.numbers(metrics.MetricInput(records, facts, "baseline", RunSpec.of(CONFIG, facts["unit"])))
+    generations, steps = generations_frame(records), steps_frame(records)
+    spec = RunSpec.of(CONFIG, facts["unit"])
+    return metrics.numbers(metrics.MetricInput(records, generations, steps, facts, "baseline", spec))
+
+
+def scaled(records: list[dict], factor: float) -> list[dict]:
+    """The same records with every time multiplied."""
+
+    def walk(node):
+        if isinstance(node, list):
+            return [walk(item) for item in node]
+        if isinstance(node, dict):
+            return {k: times(v) if k.endswith("seconds") else walk(v) for k, v in node.items()}
+        return node
+
+    def times(value):
+        if isinstance(value, list):
+            return [None if v is None else v * factor for v in value]
+        return value * factor
+
+    return walk(records)
+
+
+def batched_run(seconds: list[list[tuple[float, float]]]) -> list[dict]:
+    """One question per pool; for each repeat the seconds of the baseline and of the method, two rows a round."""
+    records = []
+    for pool, repeats in enumerate(seconds):
+        rounds = [
+            {"accepted": 1, "sequences": 2, "align_seconds": 0.1, "stats": {"grouped": i == 0}}
+            for i in range(4)
+        ]
+        method = [generation([1] * 4, seconds=m) | {"steps": columns(rounds)} for _, m in repeats]
+        plain = [generation([0] * 8, seconds=b, drafted=0) for b, _ in repeats]
+        single = [generation([0] * 8, seconds=9.0 + i, drafted=0) for i in range(len(repeats))]
+        records.append(record(pool, pool=pool, turns=[turn(baseline=plain, method=method, single=single)]))
+    return migrated(records)
 
 
 @contextmanager

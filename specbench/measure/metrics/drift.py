@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from specbench.measure.metrics.metrics import MetricInput, numbers
+from specbench.measure.metrics.metrics import numbers
 
 if TYPE_CHECKING:
-    from specbench.config.spec import RunSpec
+    from specbench.measure.metrics.metrics import MetricInput
 
 NUMBERS = ("speedup", "speedup_low", "speedup_high", "acceptance_length")
 
 
-def thirds(records: list[dict], facts: dict, reference: str, spec: RunSpec) -> dict[str, dict]:
+def thirds(records: list[dict], measured: MetricInput) -> dict[str, dict]:
     """The numbers of the first and the last third of the questions, in the order in which they were asked.
 
     Args:
         records: of the journal, in its order, of questions that did not fail.
-        facts: as `MetricInput` has them.
-        reference: the arm that speedups are against.
-        spec: the run; of pools, single questions have no times.
+        measured: all of these questions.
 
     Returns:
         By "first" and "last": questions, speedup with its interval, acceptance_length. {} of fewer than 3 questions.
@@ -29,12 +27,11 @@ def thirds(records: list[dict], facts: dict, reference: str, spec: RunSpec) -> d
     if count == 0:
         return {}
 
-    def numbers_of(questions: list[int]) -> dict[str, Any]:
-        third_records = [record for record in records if record["question_id"] in set(questions)]
-        values = numbers(MetricInput(third_records, facts, reference, spec, whole_run=False))
-        return {"questions": len(questions)} | {name: values[name] for name in NUMBERS}
+    def numbers_of(third: set[int]) -> dict[str, Any]:
+        part = measured.part([record for record in records if record["question_id"] in third])
+        return {"questions": count} | numbers(part, NUMBERS)
 
-    return {"first": numbers_of(question_ids[:count]), "last": numbers_of(question_ids[-count:])}
+    return {"first": numbers_of(set(question_ids[:count])), "last": numbers_of(set(question_ids[-count:]))}
 
 
 def thirds_lines(by_third: dict[str, dict]) -> list[str]:

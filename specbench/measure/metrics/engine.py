@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 from specbench.measure.metrics.acceptance import ratio
-from specbench.measure.metrics.dataframes import generations_frame
 from specbench.measure.metrics.metrics import equivalence, speedups
 from specbench.measure.metrics.timing import ARMS
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 SURPRISE = 4.0  # standard errors: by chance beyond them once in 16,000 times
 TINY = 1e-12  # in place of no variance
 AGAIN, OWN_LOOP = "again", "own_loop"  # arms
 
 
-def engine_numbers(records: list[dict], facts: dict) -> dict | None:
+def engine_numbers(records: list[dict], generations: pd.DataFrame, facts: dict) -> dict | None:
     """Name, version and faults of the engine, and what its plain arm did; None of this project's own.
 
     - again: the plain arm's second answer as if it were a method: speedup, low and high are noise.
     - again_equivalence: verdicts on it.
     - own_tokens_per_second: of this project's autoregressive decoding.
     - likelihood: by arm, see `_likelihood`.
+
+    Args:
+        records: of the journal.
+        generations: their answers, as `generations_frame` gives them.
+        facts: of the run.
     """
     engine = facts.get("engine")
     if engine is None:
         return None
-    generations = generations_frame(records)
     twice = generations[generations["arm"].isin([ARMS["engine"], AGAIN])]
     again, _ = speedups(twice.replace({"arm": {AGAIN: "method"}}), ARMS["engine"], facts["unit"])
     loop = generations[generations["arm"] == OWN_LOOP]

@@ -5,7 +5,7 @@ A metric reads what was measured and is pure. One that could not be measured is 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,21 +27,20 @@ from specbench.measure.metrics.acceptance import (
     sequences_per_pass,
     total,
 )
-from specbench.measure.metrics.dataframes import generations_frame, steps_frame
 from specbench.measure.metrics.method_stats import of_method
 from specbench.measure.metrics.statistics import Speedup, over_passes, speedup
 from specbench.measure.metrics.timing import (
     ARMS,
-    complete_questions,
     paired_seconds,
     passes_seconds,
     pools_of,
+    question_sums,
     turn_means,
     unit_seconds,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     import pandas as pd
 
@@ -55,6 +54,8 @@ class MetricInput:
 
     Attributes:
         records: of the journal.
+        generations: their answers of all arms, as `generations_frame` gives them.
+        steps: their rounds of all arms, as `steps_frame` gives them.
         facts: of the run, as `facts.json` holds them.
         reference: the arm that speedups are against.
         spec: the run.
@@ -62,15 +63,20 @@ class MetricInput:
     """
 
     records: list[dict]
+    generations: pd.DataFrame
+    steps: pd.DataFrame
     facts: dict
     reference: str
     spec: RunSpec
     whole_run: bool = True
 
-    @cached_property
-    def generations(self) -> pd.DataFrame:
-        """Answers of all arms, as `generations_frame` gives them."""
-        return generations_frame(self.records)
+    def part(self, records: list[dict]) -> MetricInput:
+        """The questions of some of the records."""
+        question_ids = {record["question_id"] for record in records}
+        generations, steps = (
+            frame[frame["question_id"].isin(question_ids)] for frame in (self.generations, self.steps)
+        )
+        return replace(self, records=records, generations=generations, steps=steps, whole_run=False)
 
     @cached_property
     def method(self) -> pd.DataFrame:
@@ -79,9 +85,8 @@ class MetricInput:
 
     @cached_property
     def rounds(self) -> pd.DataFrame:
-        """Rounds of the method, as `steps_frame` gives them."""
-        steps = steps_frame(self.records)
-        return steps[steps["arm"] == "method"]
+        """Rounds of the method."""
+        return self.steps[self.steps["arm"] == "method"]
 
     @cached_property
     def turns(self) -> pd.DataFrame:
@@ -137,7 +142,7 @@ def spec_bench_speedup(turns: pd.DataFrame, reference: str) -> float | None:
     method.
     """
     timed = turns[["tokens", "seconds"]].loc[:, (slice(None), [reference, "method"])]
-    sums = complete_questions(timed).groupby("question_id").sum()
+    sums = question_sums(timed)
     rates = sums["tokens"] / sums["seconds"]
     return ratio(rates["method"].sum(), rates[reference].sum())
 
@@ -167,8 +172,8 @@ def bandwidth_fraction(answers: pd.DataFrame, ceiling: float | None) -> float | 
     this machine. Weights that fit into the caches can be read faster than memory; keys and values are not counted.
 
     Args:
-        answers: of one arm: columns `tokens`, `seconds`, `prefill_seconds`. Where no prefill was timed, as with
-            transformers' generate, they count whole, and the fraction is a lower bound.
+        answers: of one arm: columns `tokens`, `seconds`, `prefill_seconds`. Where no prefill was timed, as of
+            transformers' generate in older folders, they count whole, and the fraction is a lower bound.
         ceiling: as `ceiling_rate` gives it.
     """
     if ceiling is None:
@@ -292,6 +297,7 @@ METRICS = {
 }
 
 
-def numbers(measured: MetricInput) -> dict[str, Any]:
-    """Every metric of what was measured, by name; None for one that it cannot have."""
-    return {name: one.compute(measured) if one.is_of(measured) else None for name, one in METRICS.items()}
+def numbers(measured: MetricInput, names: Iterable[str] = METRICS) -> dict[str, Any]:
+    """The metrics of these names, of what was measured; None for one that it cannot have."""
+    chosen = {name: METRICS[name] for name in names}
+    return {name: one.compute(measured) if one.is_of(measured) else None for name, one in chosen.items()}

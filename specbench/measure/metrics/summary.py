@@ -28,16 +28,10 @@ from specbench.measure.metrics.metrics import (
     ceiling_rate,
     equivalence,
     numbers,
+    speedups,
 )
-from specbench.measure.metrics.statistics import Speedup, over_passes, ratio_of_means
-from specbench.measure.metrics.timing import (
-    ARMS,
-    paired_seconds,
-    passes_seconds,
-    pools_of,
-    turn_means,
-    unit_seconds,
-)
+from specbench.measure.metrics.statistics import LEAST_PASSES, Speedup, ratio_of_means
+from specbench.measure.metrics.timing import ARMS, paired_seconds, pools_of, turn_means, unit_seconds
 from specbench.system.settings import CONSTANT, TOKEN
 
 if TYPE_CHECKING:
@@ -78,11 +72,12 @@ def summary(records: list[dict], facts: dict, config: dict) -> dict:
         if record["question_id"] not in failed:
             tasks[record["task"]].append(record)
     total_records, records = len(records), [record for of_task in tasks.values() for record in of_task]
-    baseline = baseline_numbers(records, facts)
-    reference = ARMS[baseline["quoted_against"]]
+    generations, steps = generations_frame(records), steps_frame(records)
+    baseline = baseline_numbers(records, generations, steps, facts)
     spec = RunSpec.of(config, facts["unit"])
-    overall = numbers(MetricInput(records, facts, reference, spec))
-    apart = thirds(in_order, facts, reference, spec) if spec.learns else {}
+    measured = MetricInput(records, generations, steps, facts, ARMS[baseline["quoted_against"]], spec)
+    overall = numbers(measured)
+    apart = thirds(in_order, measured) if spec.learns else {}
     source = config.get("settings_source") or {}  # older folders have none
     return {
         "schema": SCHEMA,
@@ -106,15 +101,12 @@ def summary(records: list[dict], facts: dict, config: dict) -> dict:
         "processes": len({record["process"] for record in records}),
         **{key: facts[key] for key in OF_FACTS},
         **{key: facts.get(key) for key in OF_NEWER_FACTS},
-        "engine": engine_numbers(records, facts),
+        "engine": engine_numbers(records, generations, facts),
         "training": facts.get("training", {}),
         "trained_weights": facts.get("trained_weights", {}),
         "overall": overall,
         "machine": machine(records) | {"speed": probed},
-        "tasks": {
-            task: numbers(MetricInput(of_task, facts, reference, spec, whole_run=False))
-            for task, of_task in tasks.items()
-        },
+        "tasks": {task: numbers(measured.part(of_task)) for task, of_task in tasks.items()},
         "thirds": apart,
         "notes": [
             *describe(spec.owners, overall["stats"]),
@@ -172,21 +164,21 @@ def by_question(records: list[dict], reference: str, unit: str) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=list(QUESTION_COLUMNS), dtype=object).astype(QUESTION_COLUMNS)
 
 
-def baseline_numbers(records: list[dict], facts: dict) -> dict:
+def baseline_numbers(
+    records: list[dict], generations: pd.DataFrame, steps: pd.DataFrame, facts: dict
+) -> dict:
     """What the method is measured against: our autoregressive baseline, or transformers' generate if it is faster.
 
-    Both rates are over the turns that both arms answered, where there are any: only those compare.
     `bandwidth_fraction` and its ceiling are those of the quoted one; `equivalence` holds the answers of one against the
     other.
+
+    Args:
+        records: of the journal.
+        generations: their answers, as `generations_frame` gives them.
+        steps: their rounds, as `steps_frame` gives them; in a batch they tell what shares a pass.
+        facts: of the run.
     """
-    generations = generations_frame(records)
-    turns = turn_means(generations)
-    shared = turns["seconds"][list(ARMS.values())].notna().all(axis=1)
-    compared = turns[shared] if shared.any() else turns
-    sums = compared.sum()
-    rates = {name: ratio(sums["tokens", arm], sums["seconds", arm]) for name, arm in ARMS.items()}
-    quoted = max(ARMS, key=lambda name: rates[name] or 0.0)
-    steps = steps_frame(records if facts["unit"] == POOL else [])  # in a batch they tell what shares a pass
+    quoted, rates, compared = faster_baseline(generations)
     ceiling = ceiling_rate(steps[steps["arm"] == ARMS[quoted]], facts)
     return {
         "tokens_per_second": rates["engine"],
@@ -198,6 +190,24 @@ def baseline_numbers(records: list[dict], facts: dict) -> dict:
         "ceiling_tokens_per_second": ceiling,
         "equivalence": equivalence(records, "baseline_equivalence"),
     }
+
+
+def faster_baseline(generations: pd.DataFrame) -> tuple[str, dict[str, float | None], pd.DataFrame]:
+    """Which of `ARMS` is the faster.
+
+    Args:
+        generations: as `generations_frame` gives them.
+
+    Returns:
+        Its name; tokens per second of each; the `turn_means` that these are of: of the turns that both answered, where
+        there are any, as only those compare.
+    """
+    turns = turn_means(generations)
+    shared = turns["seconds"][list(ARMS.values())].notna().all(axis=1)
+    compared = turns[shared] if shared.any() else turns
+    sums = compared.sum()
+    rates = {name: ratio(sums["tokens", arm], sums["seconds", arm]) for name, arm in ARMS.items()}
+    return max(ARMS, key=lambda name: rates[name] or 0.0), rates, compared
 
 
 def single_rate(generations: pd.DataFrame) -> float | None:
@@ -212,10 +222,10 @@ def repeats(records: list[dict]) -> set[int]:
 
 
 def speedup_over_passes(records: list[dict], facts: dict) -> Speedup:
-    """The overall speedup, with the interval over passes of `passes_seconds`."""
-    reference = ARMS[baseline_numbers(records, facts)["quoted_against"]]
-    passes = passes_seconds(generations_frame(records), reference)
-    return over_passes(passes["reference"], passes["method"])
+    """The overall speedup of the passes so far, with its interval over them."""
+    generations = generations_frame(records)
+    quoted, *_ = faster_baseline(generations)
+    return speedups(generations, ARMS[quoted], facts["unit"])[1]
 
 
 class Relative(NamedTuple):
@@ -274,14 +284,12 @@ def _process_sums(frames: list[pd.DataFrame], shared: set) -> Run:
 def parts_by_process(records: list[dict], what: str, unit: str) -> list[pd.DataFrame]:
     """The parts of a number of a run as each of its processes measured them; see `parts`.
 
-    Empty for what is counted, which is the same in every process.
+    Empty for what is counted, which is the same in every process, and for a run of one process.
     """
-    if what in COUNTED:
+    processes = sorted({record["process"] for record in records})
+    if what in COUNTED or len(processes) < LEAST_PASSES:
         return []
-    by_process: dict[int, list[dict]] = {}
-    for record in records:
-        by_process.setdefault(record["process"], []).append(record)
-    return [parts(of_process, what, unit) for of_process in by_process.values()]
+    return [parts([one for one in records if one["process"] == process], what, unit) for process in processes]
 
 
 def parts(records: list[dict], what: str, unit: str, target_pass_bytes: int | None = None) -> pd.DataFrame:

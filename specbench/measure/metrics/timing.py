@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pandas as pd
 
 from specbench.config.spec import POOL, QUESTION
 from specbench.measure.metrics.dataframes import GENERATION_COLUMNS
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 ARMS = {"engine": "baseline", "hf_generate": "hf_generate"}  # what a speedup can be quoted against: its arm
 
 
-def turn_means(generations: pd.DataFrame) -> pd.DataFrame:
-    """Means over the repeats: one row per (question_id, turn), one column per (tokens | *seconds, arm).
+def turn_means(generations: pd.DataFrame, by: Sequence[str] = ()) -> pd.DataFrame:
+    """Means over the repeats: one row per (*by, question_id, turn), one column per (tokens | *seconds, arm).
 
-    NaN where an arm did not answer, or where its prefill was not timed.
+    NaN where an arm did not answer, or where its prefill was not timed. by: columns whose values stay apart.
     """
-    wide = generations.groupby(["question_id", "turn", "arm"])[list(GENERATION_COLUMNS)].mean().unstack("arm")
-    return wide.reindex(
+    wide = generations.groupby([*by, "question_id", "turn", "arm"])[list(GENERATION_COLUMNS)].mean()
+    return wide.unstack("arm").reindex(
         columns=pd.MultiIndex.from_product([GENERATION_COLUMNS, [*ARMS.values(), "single", "method"]])
     )
 
@@ -29,6 +34,8 @@ def paired_seconds(turns: pd.DataFrame, reference: str, with_prefill: bool = Tru
     tokens, prefill + decoding * (n_reference - 1) / (n_method - 1), as the prefill gives the first token; all of
     its time is, where the prefill was not timed (batches of another engine). A question is left out if one of
     its turns has no time in either arm, or cannot be scaled (a method's answer of one token).
+
+    The rows are those of `turns`, summed over the turns.
     """
     tokens, seconds, prefill = turns["tokens"], turns["seconds"], turns["prefill_seconds"]
     equal = tokens[reference] == tokens["method"]
@@ -41,15 +48,14 @@ def paired_seconds(turns: pd.DataFrame, reference: str, with_prefill: bool = Tru
         pair = pd.DataFrame({"reference": seconds[reference], "method": method})
     else:
         pair = pd.DataFrame({"reference": seconds[reference] - prefill[reference], "method": decoding})
-    return complete_questions(pair).groupby("question_id").sum()
+    return question_sums(pair)
 
 
-def paired_seconds_by(
-    by: list[str], generations: pd.DataFrame, reference: str, with_prefill: bool = True
-) -> dict[tuple, pd.DataFrame]:
-    """`paired_seconds` of each group of generations; by: columns, whose values are the keys."""
-    groups = generations.groupby(by)
-    return {key: paired_seconds(turn_means(group), reference, with_prefill) for key, group in groups}
+def question_sums(turns: pd.DataFrame) -> pd.DataFrame:
+    """Sums over the turns, of the questions that have a number in every column of every turn."""
+    levels = [name for name in turns.index.names if name != "turn"]
+    complete = turns.notna().all(axis=1).groupby(level=levels).transform("all")
+    return turns[complete].groupby(level=levels).sum()
 
 
 def unit_seconds(
@@ -70,11 +76,7 @@ def unit_seconds(
     if unit == QUESTION:
         return paired_seconds(turn_means(generations), reference, with_prefill)
     by = [POOL, "repeat"]
-    runs = paired_seconds_by(by, generations, reference, with_prefill)
-    if not runs:
-        empty = pd.MultiIndex.from_arrays([[], []], names=by)
-        return pd.DataFrame(columns=["reference", "method"], index=empty, dtype=float)
-    return pd.concat(runs, names=by).groupby(level=by).sum()
+    return paired_seconds(turn_means(generations, by), reference, with_prefill).groupby(level=by).sum()
 
 
 def pools_of(seconds: pd.DataFrame) -> pd.Index | None:
@@ -89,14 +91,6 @@ def passes_seconds(generations: pd.DataFrame, reference: str, with_prefill: bool
     those of `paired_seconds`.
     """
     unit = "process" if generations["process"].nunique() > 1 else "repeat"
-    seconds = paired_seconds_by([unit], generations, reference, with_prefill)
-    if not seconds:
-        return pd.DataFrame({"reference": [], "method": []}, dtype=float)
-    shared = set.intersection(*(set(one.index) for one in seconds.values()))
-    sums = {key: one[one.index.isin(shared)].sum() for (key,), one in seconds.items()}
-    return pd.DataFrame(sums).T.rename_axis(index=unit)
-
-
-def complete_questions(turns: pd.DataFrame) -> pd.DataFrame:
-    """The rows of the questions that have a number in every column of every turn."""
-    return turns[turns.notna().all(axis=1).groupby("question_id").transform("all")]
+    seconds = paired_seconds(turn_means(generations, [unit]), reference, with_prefill)
+    passes_of_it = seconds["method"].groupby(level="question_id").transform("size")
+    return seconds[passes_of_it == generations[unit].nunique()].groupby(level=unit).sum()

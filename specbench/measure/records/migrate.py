@@ -27,7 +27,7 @@ STATS = {
 def migrated_facts(facts: dict) -> dict:
     """The content of facts.json with the run's `unit`: older folders tell whether it decodes batches."""
     facts = {"engine": None} | facts  # older folders know this project's alone
-    return facts if "unit" in facts else facts | {"unit": POOL if facts["batched"] else QUESTION}
+    return facts if "unit" in facts else facts | {"unit": POOL if facts.get("batched") else QUESTION}
 
 
 def migrated_summary(summary: Any) -> Any:

@@ -1,0 +1,192 @@
+"""What a table says of its runs: what is wrong with them, what others did on the machine, settings, another engine."""
+
+from __future__ import annotations
+
+import pytest
+
+from specbench.report import remarks, tables
+from tests.support.messages import says, shown
+from tests.support.samples import NUMBERS, SUMMARY, WRONG, changed, nothing, runs_of, wrong
+
+
+def test_what_is_wrong_with_a_run():
+    assert remarks.faults(SUMMARY) == []
+    assert remarks.faults(wrong())[0].startswith("VIOLATION: 3 of 80 ")
+    assert remarks.faults(changed(SUMMARY, failed=2))[0].startswith("FAILED: 2 ")
+    disagreeing = changed(SUMMARY, baseline__equivalence__violation=4)
+    assert says(remarks.faults(disagreeing)[0], "VIOLATION: ... generate ... 4")
+    assert remarks.faults(nothing()) == []
+
+
+def test_what_a_ratio_rests_on():
+    said = [remarks.paired_over(n, unit) for unit in ("question", "pool", "repeat") for n in (1, 2)]
+    assert said[:4] == ["1 question", "2 questions", "1 pool", "2 pools"]
+    assert said[4:] == ["1 repeat of one pool", "2 repeats of one pool: timing noise only"]
+
+
+def test_expanded_weights_are_told(capsys):
+    expanded = SUMMARY | {"weights": "expanded", "anatomy": "Llama of 36 layers x 4096", "pair": "qwen3-8b"}
+    text = shown(tables.run_table(expanded))
+    assert says(text, "expanded, Llama of 36 layers x 4096 at qwen3-8b's dimensions ... embedded family")
+    tables.print_overview(runs_of(a=expanded, b=SUMMARY))
+    assert says(capsys.readouterr().out, "expanded weights ... embedded family ... : a")
+
+
+def test_an_overview_tells_of_random_weights(capsys):
+    random = SUMMARY | {"weights": "random"}
+    tables.print_overview(runs_of(a=random, b=SUMMARY))
+    assert says(capsys.readouterr().out, "random weights ... acceptance ... : a")
+    assert remarks.cautions(runs_of(a=SUMMARY)) == []
+    assert remarks.cautions(runs_of(**dict.fromkeys("abcde", random)))[0].endswith("a, b, c and 2 more")
+
+
+def test_an_overview_tells_what_speedups_are_against():
+    slower = changed(SUMMARY, baseline__quoted_against="hf_generate")
+    (told,) = remarks.cautions(runs_of(a=slower, b=SUMMARY))
+    assert says(told, "transformers generate ... our loop ... : a")
+    assert remarks.cautions(runs_of(a=slower, b=slower)) == []
+
+
+def test_of_many_notes_the_first_are_printed(capsys):
+    tables.print_notes([f"note {i}" for i in range(13)])
+    lines = capsys.readouterr().out.split("\n")
+    assert lines[:-1] == [*(f"note {i}" for i in range(10)), "and 3 more"]
+
+
+MACHINE = {
+    "disturbed_share": 0.3, "still_disturbed_share": 0.04, "measured_again": 5, "others_cores": 0.42,
+    "waited_share": 0.1, "stolen_share": 0.02, "throttled_share": 0.0, "switches_per_second": 9.0,
+}  # fmt: skip
+
+
+def test_what_others_did_on_the_machine_is_told():
+    text = shown(tables.run_table(SUMMARY | {"machine": MACHINE}))
+    words = " ".join(text.split())
+    assert "others disturbed 30% of the time (4.0% after measuring 5 turns again)" in words
+    assert "used 0.42 cores on average; 2.0% was stolen" in words and "DISTURBED" not in text
+    unknown = dict.fromkeys(MACHINE)
+    assert "disturbed" not in shown(tables.run_table(SUMMARY | {"machine": unknown}))
+
+
+def test_a_run_that_stayed_disturbed_says_so_first():
+    stayed = SUMMARY | {"machine": MACHINE | {"still_disturbed_share": 0.25}}
+    first, *_ = shown(tables.run_table(stayed)).splitlines()
+    assert first.startswith("DISTURBED: others were busy") and "25% of the time that counts" in first
+    noted = remarks.cautions(runs_of(calm=SUMMARY | {"machine": MACHINE}, busy=stayed))
+    assert [line.split(":")[0] for line in noted] == ["busy"]
+
+
+def test_passes_are_told_with_their_interval():
+    measured = changed(SUMMARY, overall__passes_low=1.51, overall__passes_high=1.531, repeats=4)
+    assert "over 4 passes the speedup of the same questions lies in [1.510, 1.531]" in " ".join(
+        shown(tables.run_table(measured)).split()
+    )
+    several = " ".join(shown(tables.run_table(measured | {"processes": 2})).split())
+    assert "over 4 passes in 2 processes" in several
+    assert "same questions" not in shown(tables.run_table(SUMMARY))
+
+
+def of_source(source: str | None, **more) -> dict:
+    return SUMMARY | {"settings_source": source, "settings_tuned_on": None, "settings_published": {}} | more
+
+
+@pytest.mark.parametrize(
+    ("summary", "line"),
+    [
+        (of_source("published"), "published settings"),
+        (
+            of_source("tuned", settings_tuned_on="tiny", settings_published={"nodes": 59}),
+            "settings tuned on tiny",
+        ),
+        (
+            of_source("changed", settings={"nodes": 16}, settings_published={"nodes": 80, "width": None}),
+            "settings changed: nodes=16 (published 80), width=null (published null)",
+        ),
+        (of_source(None), ""),
+        (SUMMARY, ""),  # an older run
+    ],
+)
+def test_a_title_says_whether_settings_are_the_published_ones(summary, line):
+    assert remarks.settings_line(summary) == line
+    text = " ".join(shown(tables.run_table(summary)).split())
+    assert f"cpu; {line} " in text if line else "settings" not in text
+
+
+def test_captions_say_whose_settings_are_the_published_ones():
+    several = [
+        *(of_source("published", method=method) for method in ("pld", "sps", "sps")),
+        of_source("tuned", method="eagle2", settings_tuned_on="tiny"),
+        of_source("changed", method="medusa", settings={"nodes": 9}, settings_published={"nodes": None}),
+        SUMMARY | {"method": "old"},
+    ]
+    for table in (tables.overview_table(several), tables.spec_bench_table(several)):
+        text = " ".join(shown(table, width=200).split())
+        assert "published settings: pld, sps settings changed: medusa settings tuned on tiny: eagle2" in text
+    assert "settings" not in shown(tables.overview_table([SUMMARY]), width=200)
+
+
+ENGINE = {
+    "name": "llama_cpp",
+    "version": "xllamacpp==1",
+    "plain": {"cache_type_k": "f16"},
+    "faults": [],
+    "again": {"speedup": 1.0, "low": 0.98, "high": 1.02},
+    "again_equivalence": NUMBERS["equivalence"],
+    "own_tokens_per_second": 37.5,
+}
+SERVED = SUMMARY | {"engine": ENGINE}
+
+
+def test_another_engine_is_named_with_its_baseline_and_what_it_has_against_itself():
+    text = " ".join(shown(tables.run_table(SERVED), width=300).split())
+    assert "kangaroo by llama_cpp" in text and "generate" not in text
+    assert says(
+        text,
+        "plain llama_cpp 41.2 tokens/s, against itself 1.00 [0.98, 1.02]; our loop 37.5 ... xllamacpp==1, "
+        "cache_type_k=f16; plain answers beside our loop's: 80/0/0, beside its own again: 79/1/0 ... processes=2",
+    )
+    assert "processes=2" not in shown(tables.run_table(SERVED | {"processes": 2}), width=300)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, None),
+        ({"engine__again": {"speedup": 1.05, "low": 1.01, "high": 1.09}}, "NO VERDICT ON SPEED"),
+        (
+            {"engine__again": {"speedup": 1.1, "low": 0.7, "high": 1.7}},
+            "NO VERDICT ON SPEED",
+        ),  # as wide as the speedup
+        ({"engine__again": {"speedup": None, "low": None, "high": None}}, None),
+        (
+            {"engine__faults": ["plain: broke off", "plain: again"]},
+            "FAULTS of llama_cpp: 2, the first: plain: broke off",
+        ),
+        (
+            {"baseline__equivalence__violation": 2},
+            "VIOLATION: 2 plain answers of llama_cpp are not the target's",
+        ),
+        (
+            {"engine__again_equivalence": WRONG["equivalence"]},
+            "VIOLATION: 3 plain answers ... what it said before",
+        ),
+        ({"equivalence": WRONG["equivalence"]}, "VIOLATION: 3 of 80 answers are not those of its plain arm"),
+    ],
+)
+def test_what_is_wrong_with_another_engine_stands_first(changes, message):
+    lines = remarks.faults(changed(SERVED, **changes))
+    assert len(lines) == (message is not None)
+    assert message is None or says(lines[0], message)
+
+
+def test_engines_stand_side_by_side_with_our_own_run_of_the_method():
+    other = SUMMARY | {"method": "pld"}
+    assert tables.engines_table([SUMMARY, other]) is None
+    table = tables.engines_table([SUMMARY, other, SERVED, changed(SERVED, engine__name="vllm")])
+    text = shown(table, width=200)
+    assert [line.split()[:3] for line in text.splitlines() if line.startswith("kangaroo")] == [
+        ["kangaroo", "41.2", "71%"],
+        ["kangaroo", "by", "llama_cpp"],
+        ["kangaroo", "by", "vllm"],
+    ]
+    assert len(tables.overview([SUMMARY, SERVED])) == 1 + len(tables.overview([SUMMARY, SUMMARY]))
