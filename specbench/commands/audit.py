@@ -43,7 +43,7 @@ SETTINGS = {
     "out": str | None,
 }
 SHOWN = 10  # departures that are printed
-UNLIKELY = 1e-4  # p value of first tokens
+UNLIKELY = 1e-4  # p value of the first tokens of all prompts together
 
 
 def audit(cfg: DictConfig) -> int:
@@ -80,7 +80,7 @@ def audit(cfg: DictConfig) -> int:
         out.print(_drawn_table(arms, pairs))
         for name, answer, n, p in tests:
             out.print(f"{name}: first tokens of {n} answers to the prompt of {answer.name}: p = {p:.2g}")
-        wrong = any(one["wrong"] for one in report["arms"].values()) or any(p < UNLIKELY for *_, p in tests)
+        wrong = any(one["wrong"] for one in report["arms"].values()) or are_unlikely([p for *_, p in tests])
     else:
         out.print(_greedy_table(arms))
         for line in _departures(arms):
@@ -90,6 +90,11 @@ def audit(cfg: DictConfig) -> int:
         write_json(Path(cfg.out), report)
         out.print(cfg.out, soft_wrap=True)
     return int(wrong)
+
+
+def are_unlikely(p_values: list[float]) -> bool:
+    """Whether chance explains not all of some tests: by their number (Bonferroni), as one of many is low by chance."""
+    return any(p * len(p_values) < UNLIKELY for p in p_values)
 
 
 def _facts_of(arm: Arm, drawn: bool) -> dict[str, Any]:

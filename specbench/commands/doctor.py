@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from specbench.config.checks import check
 from specbench.config.compose import with_hydra
-from specbench.config.spec import QUESTION
+from specbench.config.spec import QUESTION, make_drafter
 from specbench.system.errors import UserError, one_line_errors
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ def examine(cfg: DictConfig) -> int:
     if spec.engine is not None or spec.unit != QUESTION or cfg.decoding.temperature > 0:
         raise UserError("the doctor looks at one greedy sequence of this project's own decoding at a time")
     from specbench.data.questions import warmup_questions  # late: torch takes seconds
-    from specbench.decoding.drafter import make_drafter
     from specbench.decoding.sampling import SamplingParams
     from specbench.measure import doctor
     from specbench.measure.protocol import Protocol

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from specbench.config.checks import check
 from specbench.config.compose import positional, with_hydra
+from specbench.config.spec import make_drafter
 from specbench.system.errors import one_line_errors
 from specbench.system.files import make_folder
 from specbench.system.settings import check_all
@@ -47,8 +48,7 @@ def _models(cfg: DictConfig) -> Iterator[tuple[str, Path]]:
 def _part(cfg: DictConfig) -> Iterator[tuple[str, Path]]:
     """What a method drafts with."""
     spec = check(cfg)
-    from specbench.decoding.drafter import make_drafter  # late, as above
-    from specbench.models.export import as_part
+    from specbench.models.export import as_part  # late, as above
     from specbench.models.pairs import load_pair, pair_for
 
     name, needs = spec.drafter["name"], spec.needs

@@ -15,7 +15,7 @@ from specbench.config.compose import with_hydra
 from specbench.config.spec import QUESTION
 from specbench.engines.standalone.completions import PATH, CompletionServer
 from specbench.system.errors import UserError, one_line_errors
-from specbench.system.settings import GOODPUT, Range, check_all
+from specbench.system.settings import Range, check_all
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -37,24 +37,19 @@ def serve(cfg: DictConfig) -> None:
         listening = CompletionServer(cfg.port)
     except OSError as error:
         raise UserError(f"port {cfg.port} cannot be listened at: {error.strerror}") from error
-    from specbench.engines.own import OwnDecoder  # late: torch takes seconds
+    from specbench.engines.own import OwnDecoder, Streamed  # late: torch takes seconds
     from specbench.measure.arms import METHOD
-    from specbench.measure.round_costs import set_round_costs
-    from specbench.measure.runner import prepare
-    from specbench.measure.warm_up import choose_layouts, choose_threads, warm_up
+    from specbench.measure.runner import choose, make_ready, prepare
 
     with listening as server:
-        bench = prepare(cfg)
+        scheduler = Streamed()
+        bench = prepare(cfg, scheduler)
         with closing(bench.setup) as setup:
-            decoder = OwnDecoder(setup.pair, setup.drafter, cfg.decoding.verification)
-            setup.arms[METHOD] = decoder.engine.rounds
-            choose_threads(setup, bench.protocol, cfg.threads)
-            choose_layouts(setup)
-            warm_up(setup, bench.protocol)
-            if cfg.decoding.draft_length == GOODPUT:
-                set_round_costs(setup, bench.protocol, cfg.decoding.round_costs)
+            choose(bench, cfg, {})
+            make_ready(bench, cfg, {})
             setup.drafter.forget()  # what it was warmed up with
             print(f"{spec.drafter['name']} on {setup.pair.name} at {server.url}{PATH}", flush=True)
+            decoder = OwnDecoder(setup.pair, setup.arms[METHOD], scheduler, cfg.decoding.verification)
             server.run(decoder)
 
 

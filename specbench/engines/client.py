@@ -42,13 +42,17 @@ def events(url: str, path: str, body: Mapping, timeout: float) -> Iterator[tuple
             if response.status != http.client.OK:
                 message = response.read(SHOWN).decode(errors="replace")
                 raise EngineError(f"{path} answers {response.status}: {' '.join(message.split())}")
+            heard = time.perf_counter()
             while line := response.readline():
                 arrived = time.perf_counter()
                 content = line.decode(errors="replace").strip().removeprefix("data:").strip()
                 if content == DONE:
                     return
                 if content and not content.startswith(":"):
+                    heard = arrived
                     yield arrived, _event(content)
+                elif arrived - heard > timeout:  # comments alone, which keep a connection open
+                    raise TimeoutError
         except TimeoutError as error:
             raise EngineError(f"{path} was silent for {timeout:.0f} s") from error
         except (OSError, http.client.HTTPException) as error:
@@ -84,6 +88,6 @@ def _event(content: str) -> dict[str, Any]:
         raise EngineError(f"an event is no JSON: {content[:SHOWN]}") from error
     if not isinstance(event, dict):
         raise EngineError(f"an event is no object: {content[:SHOWN]}")
-    if "error" in event:
+    if event.get("error") is not None:
         raise EngineError(f"the server says: {json.dumps(event['error'])[:SHOWN]}")
     return event

@@ -5,17 +5,23 @@ A dialect asks one request and gives the target passes that the answer came from
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, islice
 from typing import TYPE_CHECKING, Any
 
+from specbench.decoding.stop import truncate_at_stop
 from specbench.engines.client import EngineError, events
+from specbench.system.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from specbench.decoding.state import Request
 
 TOP = 2  # tokens of each place whose log-probabilities are asked for
+FINISHED = ("stop", "length")  # how an answer ends; any other reason is a failure of the server
+UNSTREAMED = 10  # times as long as for an event a whole answer may take
 
 
 @dataclass(slots=True)
@@ -40,14 +46,16 @@ class Reply:
     """One answer of a server.
 
     Attributes:
-        passes: the prompt's first.
+        passes: the prompt's first, which gives one token.
+        ended: `time.perf_counter()` when the last event of the answer arrived.
         prompt_tokens: that the server says it read.
-        cached_tokens: of them, those that it remembered instead.
+        cached_tokens: of them, those that it remembered instead; None: it does not say.
         echoed: the settings that it says it used, by the names of `SamplingParams` and `Request`.
         tops: by place, log-probabilities by id, where they were asked for.
     """
 
     passes: list[TargetPass] = field(default_factory=list)
+    ended: float = math.nan
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     echoed: dict[str, Any] = field(default_factory=dict)
@@ -57,6 +65,25 @@ class Reply:
     def tokens(self) -> list[int]:
         """The answer."""
         return [token for one in self.passes for token in one.tokens]
+
+
+@dataclass(frozen=True, slots=True)
+class SentToken:
+    """A token of llama.cpp's stream.
+
+    Attributes:
+        at: `time.perf_counter()` of its event.
+        token: its id.
+        drafted: draft tokens of the answer so far.
+        accepted: of these.
+        top: log-probabilities by id, where they were asked for.
+    """
+
+    at: float
+    token: int
+    drafted: int
+    accepted: int
+    top: dict[int, float]
 
 
 def llama_cpp(url: str, request: Request, stops: frozenset[int], timeout: float, tops: bool = False) -> Reply:
@@ -74,6 +101,7 @@ def llama_cpp(url: str, request: Request, stops: frozenset[int], timeout: float,
 
     Raises:
         EngineError: The server fails, or its counts do not fit its tokens.
+        UserError: Token ids are left out of the stream, and the answer without a stream is another one.
     """
     decoding = request.decoding
     body = {
@@ -88,33 +116,85 @@ def llama_cpp(url: str, request: Request, stops: frozenset[int], timeout: float,
         "timings_per_token": True,
         "n_probs": TOP if tops else 0,
     }
-    reply, left, drafted, accepted = Reply(), 0, 0, 0
+    seen: list[SentToken] = []
+    reply, drafted, accepted, predicted = Reply(), 0, 0, 0
     for at, event in events(url, "/completion", body, timeout):
-        timings = event.get("timings") or {}
-        now_drafted, now_accepted = timings.get("draft_n", drafted), timings.get("draft_n_accepted", accepted)
-        for token in event.get("tokens", ()):
-            if left == 0:
-                reply.passes.append(TargetPass(at, [], now_drafted - drafted, now_accepted - accepted))
-                left = now_accepted - accepted + 1
-                drafted, accepted = now_drafted, now_accepted
-            reply.passes[-1].tokens.append(token)
-            reply.passes[-1].at = at
-            left -= 1
-        for place in event.get("completion_probabilities", ()):
-            likeliest = place.get("top_logprobs") or ()
-            reply.tops.append({one["id"]: one["logprob"] for one in likeliest})
+        ids, timings = event.get("tokens") or [], event.get("timings") or {}
+        stopped = bool(seen) and seen[-1].token in stops
+        if stopped and ids:  # the server does not know this stop token; its last event is not waited for
+            break
+        reply.ended = at
+        reply.prompt_tokens = event.get("tokens_evaluated", reply.prompt_tokens)
+        reply.cached_tokens = timings.get("cache_n", reply.cached_tokens)
+        predicted = event.get("tokens_predicted", predicted)
+        drafted, accepted = timings.get("draft_n", drafted), timings.get("draft_n_accepted", accepted)
+        likeliest = [one.get("top_logprobs") or () for one in event.get("completion_probabilities") or ()]
+        for place, token in enumerate(ids):
+            top = {one["id"]: one["logprob"] for one in (likeliest[place] if place < len(likeliest) else ())}
+            seen.append(SentToken(at, token, drafted, accepted, top))
         if event.get("stop"):
             settings = event.get("generation_settings") or {}
-            reply.prompt_tokens, reply.cached_tokens = event.get("tokens_evaluated"), timings.get("cache_n")
             reply.echoed = {
                 name: settings[key]
                 for name, key in (("max_new_tokens", "n_predict"), ("temperature", "temperature"))
                 if key in settings
             }
-            return reply
-        if reply.passes and reply.passes[-1].tokens[-1] in stops:
-            return reply
-    raise EngineError("the stream ended before the answer did")
+            break
+    else:
+        if not (seen and seen[-1].token in stops):
+            raise EngineError("the stream ended before the answer did")
+    if predicted > len(seen) > 0:
+        seen = _completed(seen, _unstreamed(url, body, stops, timeout))
+    reply.passes = _passes_of_tokens(seen)
+    reply.tops = [one.top for one in seen] if tops else []
+    return reply
+
+
+def _unstreamed(url: str, body: Mapping, stops: frozenset[int], timeout: float) -> list[int]:
+    """The token ids of the same answer, asked for without a stream: one event, after all of it."""
+    at_once = events(url, "/completion", {**body, "stream": False}, UNSTREAMED * timeout)
+    return truncate_at_stop([token for _, event in at_once for token in event.get("tokens") or ()], stops)
+
+
+def _completed(streamed: list[SentToken], tokens: list[int]) -> list[SentToken]:
+    """A stream with the tokens that llama.cpp leaves out of it: those that end inside a character.
+
+    Each gets time and counts of the next token that was sent.
+
+    Args:
+        streamed: the tokens that were sent.
+        tokens: all tokens of the answer.
+
+    Raises:
+        UserError: The stream is not a part of them.
+    """
+    completed, sent = [], 0
+    for token in tokens:
+        of_event = streamed[min(sent, len(streamed) - 1)]
+        is_sent = sent < len(streamed) and of_event.token == token
+        completed.append(of_event if is_sent else replace(of_event, token=token, top={}))
+        sent += is_sent
+    if sent < len(streamed):
+        raise UserError(
+            "llama.cpp left token ids out of its stream, those that end inside a character, and without a stream its "
+            "answer is another one"
+        )
+    return completed
+
+
+def _passes_of_tokens(streamed: list[SentToken]) -> list[TargetPass]:
+    """The passes that tokens came from, by the counts that came with them; the prompt's gives the first one alone."""
+    passes = [TargetPass(one.at, [one.token]) for one in streamed[:1]]
+    left = drafted = accepted = 0
+    for one in streamed[1:]:
+        if left == 0:
+            passes.append(TargetPass(one.at, [], one.drafted - drafted, one.accepted - accepted))
+            left = one.accepted - accepted + 1
+            drafted, accepted = one.drafted, one.accepted
+        passes[-1].tokens.append(one.token)
+        passes[-1].at = one.at
+        left -= 1
+    return passes
 
 
 def openai(
@@ -127,8 +207,9 @@ def openai(
 ) -> Reply:
     """Asks a server for completions as vLLM gives them, with token ids; as `llama_cpp`.
 
-    It sends an event for each pass. What was drafted it tells at the end, if it was started with
-    `--per-request-spec-decode-metrics detailed`. `model` is the name that the server has for it, where it wants one.
+    It sends an event for each pass, or, where it is busy, one for several. What was drafted it tells at the end, if
+    it was started with `--per-request-spec-decode-metrics detailed`. `model` is the name that the server has for it,
+    where it wants one.
     """
     decoding = request.decoding
     body = {
@@ -146,70 +227,101 @@ def openai(
     }
     reply, ended = Reply(), False
     for at, event in events(url, "/v1/completions", body, timeout):
+        reply.ended = at
         for choice in event.get("choices", ()):
-            ids = choice.get("token_ids") or []
-            if ids:
-                reply.passes.append(TargetPass(at, ids, None))
-            if "prompt_token_ids" in choice and choice["prompt_token_ids"] is not None:
-                reply.prompt_tokens = len(choice["prompt_token_ids"])
-            for likeliest in (choice.get("logprobs") or {}).get("top_logprobs") or ():
-                reply.tops.append({int(key.rpartition(":")[2]): value for key, value in likeliest.items()})
-            ended |= choice.get("finish_reason") is not None
+            ended |= _add_choice(reply, at, choice)
         if (usage := event.get("usage")) is not None:
             reply.prompt_tokens = usage.get("prompt_tokens", reply.prompt_tokens)
             reply.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-        counts = (event.get("metrics") or {}).get("speculative_decoding")
-        if counts is not None and reply.passes:
-            accepted, drafted = (counts.get(f"per_step_{name}") or [] for name in ("accepted", "drafted"))
-            _count_drafts(reply.passes[1:], accepted, drafted)
+        counts = (event.get("metrics") or {}).get("speculative_decoding") or {}
+        accepted, drafted = counts.get("per_step_accepted"), counts.get("per_step_drafted")
+        if reply.passes and accepted is not None and drafted is not None:  # a summary has totals alone
+            reply.passes[1:] = _counted(reply.passes[1:], accepted, drafted)
     if not ended:
         raise EngineError("the stream ended before the answer did")
     return reply
 
 
-def _count_drafts(passes: list[TargetPass], accepted: list[int], drafted: list[int]) -> None:
-    """Notes in passes what each verified, from counts of all of them, or of those that verified a draft, in order.
+def _add_choice(reply: Reply, at: float, choice: Mapping) -> bool:
+    """Adds the tokens of an event; returns whether they end the answer. Raises EngineError where the server gave up."""
+    ids = choice.get("token_ids") or []
+    if ids and not reply.passes:
+        reply.passes.append(TargetPass(at, ids[:1], None))
+        ids = ids[1:]
+    if ids:
+        reply.passes.append(TargetPass(at, ids, None))
+    if choice.get("prompt_token_ids") is not None:
+        reply.prompt_tokens = len(choice["prompt_token_ids"])
+    for likeliest in (choice.get("logprobs") or {}).get("top_logprobs") or ():
+        reply.tops.append({int(key.rpartition(":")[2]): value for key, value in likeliest.items()})
+    reason = choice.get("finish_reason")
+    if reason not in (None, *FINISHED):
+        raise EngineError(f"the server ended the answer: {reason}")
+    return reason is not None
+
+
+def _counted(events: list[TargetPass], accepted: list[int], drafted: list[int]) -> list[TargetPass]:
+    """The passes that events are of, with what each verified: one pass each, or several that came together.
 
     Of several passes of one token it is not told which had a draft: the later ones are taken. The last pass may be cut
     short, by a stop token or at the cap.
 
+    Args:
+        events: with the tokens and the time of each.
+        accepted: counts of all passes, or of those that verified a draft, in order.
+        drafted: likewise.
+
     Raises:
         EngineError: The counts do not fit the tokens.
     """
-    sizes = [len(one.tokens) for one in passes]
-    numbers: list[int] | None
-    if len(accepted) == len(passes):
-        fit = all(size == 1 + count for size, count in zip(sizes[:-1], accepted))
-        fit = fit and all(size <= 1 + count for size, count in zip(sizes[-1:], accepted[-1:]))
-        numbers = [*range(len(passes))] if fit else None
-    else:
-        numbers = _passes_of(sizes, accepted, cut=False) or _passes_of(sizes, accepted, cut=True)
-    if numbers is None:
+    boundaries = [*accumulate((len(one.tokens) for one in events), initial=0)]
+    sizes = [1 + count for count in accepted]
+    ends = _ends(boundaries, sizes)
+    cut = min(accepted[-1], len(events[-1].tokens)) if accepted and events else 0
+    while ends is None and cut > 0:  # tokens of the last pass, which nothing follows
+        sizes[-1] = cut
+        ends = _ends(boundaries, sizes, is_cut=True)
+        cut -= 1
+    if ends is None:
         raise EngineError(
-            f"{accepted} draft tokens are said to be accepted, where passes have {sizes} tokens"
+            f"{accepted} draft tokens are said to be accepted, where passes have "
+            f"{[len(one.tokens) for one in events]} tokens"
         )
-    for one in passes:
-        one.drafted = one.accepted = 0
-    for number, count, of_draft in zip(numbers, accepted, drafted):
-        passes[number].drafted, passes[number].accepted = of_draft, count
+    shapes: list[tuple[int, int, int]] = []  # tokens of each pass, drafted and accepted ones
+    at = 0
+    for end, size, of_draft, count in zip(ends, sizes, drafted, accepted):
+        shapes += [(1, 0, 0)] * (end - size - at) + [(size, of_draft, count)]
+        at = end
+    shapes += [(1, 0, 0)] * (boundaries[-1] - at)
+    arrived = iter([(one.at, token) for one in events for token in one.tokens])
+    passes = []
+    for size, of_draft, count in shapes:
+        of_pass = [*islice(arrived, size)]
+        passes.append(TargetPass(of_pass[-1][0], [token for _, token in of_pass], of_draft, count))
+    return passes
 
 
-def _passes_of(sizes: list[int], accepted: list[int], cut: bool) -> list[int] | None:
-    """Which passes counts belong to, found from the end; `cut`: the last one belongs to the last pass, cut short."""
-    numbers: list[int] = []
-    at = len(sizes) - 1
-    for count in reversed(accepted):
-        if cut and not numbers:
-            fits = at >= 0 and sizes[at] <= 1 + count
-        else:
-            while at >= 0 and sizes[at] == 1 and count > 0:
-                at -= 1
-            fits = at >= 0 and sizes[at] == 1 + count
-        if not fits:
+def _ends(boundaries: list[int], sizes: list[int], is_cut: bool = False) -> list[int] | None:
+    """Where passes end, found from the end; between them lie passes of one token.
+
+    Args:
+        boundaries: of events, in tokens, which no pass crosses; the last one is the number of all.
+        sizes: tokens of each pass.
+        is_cut: whether the last one was cut short, so that nothing follows it.
+
+    Returns:
+        In tokens from the beginning; None where there is no room.
+    """
+    ends: list[int] = []
+    at, inside = boundaries[-1], set(boundaries)
+    for size in reversed(sizes):
+        while at >= size and not inside.isdisjoint(range(at - size + 1, at)):
+            at -= 1
+        if at < size:
             return None
-        numbers.insert(0, at)
-        at -= 1
-    return numbers if all(size == 1 for size in sizes[: at + 1]) else None
+        ends.insert(0, at)
+        at -= size
+    return None if is_cut and ends[-1] != boundaries[-1] else ends
 
 
 DIALECTS: dict[str, Callable[..., Reply]] = {"llama_cpp": llama_cpp, "openai": openai}

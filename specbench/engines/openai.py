@@ -17,9 +17,11 @@ if TYPE_CHECKING:
     from specbench.models.pairs import Pair
 
 
-def _is_url(text: str) -> bool:
+def _is_url(value: object) -> bool:
+    if not isinstance(value, str):
+        return False
     try:
-        parts = urlsplit(text)
+        parts = urlsplit(value)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:  # of a port that is no number
         return False
@@ -71,7 +73,7 @@ class OpenAI(ServedEngine):
         super().check(settings, drafter, batch_size)
         for name in (PLAIN, SPECULATIVE):
             url = settings.get(f"{name}_url")
-            if not url or not _is_url(url):
+            if not _is_url(url):
                 raise UserError(f"set engine.{name}_url to the {name} server, such as http://127.0.0.1:8000")
         if (dialect := settings["dialect"]) not in DIALECTS:
             raise UserError(f"unknown engine.dialect '{dialect}': {suggest(dialect, DIALECTS)}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from specbench.decoding.engine import Engine
+from specbench.decoding.engine import exhaust
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.state import Request
@@ -16,9 +16,9 @@ from specbench.system.settings import Seed, check
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from specbench.decoding.drafter import Drafter
     from specbench.decoding.state import SequenceState
     from specbench.engines.standalone.completions import Completion, Send
+    from specbench.measure.arms import Arm
     from specbench.models.pairs import Pair
 
 
@@ -42,7 +42,7 @@ class Streamed(Scheduler):
     def choose(self, held: list[SequenceState]) -> list[int]:
         """The one sequence that is held."""
         [one] = held
-        counts = [(drafted, accepted) for _, _, drafted, _, accepted, _ in one.rounds[-1:]] or [(0, 0)]
+        counts = [(step.drafted, step.accepted) for step in one.steps[-1:]] or [(0, 0)]
         self.tell(one.new_tokens, *counts[0])
         return super().choose(held)
 
@@ -58,15 +58,14 @@ class OwnDecoder:
 
     Args:
         pair: with the target.
-        drafter: that drafts for it.
+        arm: an engine's rounds.
+        scheduler: of that engine.
         verification: as in `SamplingParams`.
     """
 
-    def __init__(self, pair: Pair, drafter: Drafter, verification: str):
-        self.scheduler = Streamed()
-        self.vocab_size = pair.vocab_size
-        self.engine = Engine(pair.staged, drafter, pair.stop_ids, self.scheduler, pair.context_length)
-        self.verification = verification
+    def __init__(self, pair: Pair, arm: Arm, scheduler: Streamed, verification: str):
+        self.vocab_size, self.stop_ids = pair.vocab_size, pair.stop_ids
+        self.arm, self.scheduler, self.verification = arm, scheduler, verification
 
     def __call__(self, completion: Completion, send: Send) -> str:
         """Decodes one request and sends every pass as it ends.
@@ -82,12 +81,12 @@ class OwnDecoder:
                 f"'prompt' holds token {max(completion.prompt)}, and there are {self.vocab_size}"
             )
         decoding = SamplingParams(completion.max_tokens, float(completion.temperature), self.verification)
-        stops = self.engine.stop_ids | frozenset(completion.stop_token_ids)
+        stops = self.stop_ids | frozenset(completion.stop_token_ids)
         request = Request(completion.prompt, decoding, completion.seed, stops)
         with self.scheduler.sending(send):
             try:
                 check("seed", completion.seed, Seed)
-                [answer] = self.engine.generate([request])
+                [answer] = exhaust(self.arm([request]))
             except UserError as error:
                 raise RequestError(str(error)) from error
             counts = [(step.drafted, step.accepted) for step in answer.steps[-1:]] or [(0, 0)]

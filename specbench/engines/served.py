@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from specbench.decoding.stop import truncate_at_stop
 from specbench.decoding.trace import Generation, Step, counted
 from specbench.engines.client import EngineError
-from specbench.engines.dialects import DIALECTS
+from specbench.engines.dialects import DIALECTS, TargetPass
 from specbench.engines.environments import interpreter
 from specbench.system.errors import JobError, UserError
 from specbench.system.paths import existing_file
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from specbench.decoding.engine import Rounds
     from specbench.decoding.state import Request
-    from specbench.engines.dialects import Reply, TargetPass
+    from specbench.engines.dialects import Reply
     from specbench.engines.server import Server
     from specbench.models.pairs import Pair
 
@@ -149,7 +149,7 @@ class ServedEngine:
         while starts != self.servers[name].starts:  # once more where a restart lies within the time
             starts, begun = self.servers[name].starts, time.perf_counter()
             with ThreadPoolExecutor(at_once) as pool:
-                answers = [*pool.map(partial(self._answer, name), requests)]
+                answers = [*pool.map(partial(self._answer, name, several=True), requests)]
             seconds = time.perf_counter() - begun
         tokens = sum(len(answer.tokens) for answer in answers)
         yield tokens
@@ -170,12 +170,12 @@ class ServedEngine:
             for answer in answers
         ]
 
-    def _answer(self, name: str, request: Request) -> Generation:
-        """One answer; a server that fails is started again, once for each answer."""
+    def _answer(self, name: str, request: Request, several: bool = False) -> Generation:
+        """One answer, of several at once or alone; a server that fails is started again, once for each answer."""
         server = self.servers[name]
         starts = server.starts
         try:
-            return self._timed(name, request)
+            return self._timed(name, request, several)
         except EngineError as error:
             self.faults.append(f"{name}: {error}")
             with self._restarting:  # of several requests that fail together the first
@@ -185,31 +185,34 @@ class ServedEngine:
                     server.restart()
         try:
             self._reply(name, request)  # the first answer of a server is not timed
-            return self._timed(name, request)
+            return self._timed(name, request, several)
         except EngineError as error:
             self.faults.append(f"{name}, once more: {error}")
             raise UserError(f"the {name} server failed twice: {error}") from error
 
-    def _timed(self, name: str, request: Request) -> Generation:
+    def _timed(self, name: str, request: Request, several: bool) -> Generation:
         begun = time.perf_counter()
-        reply = self._reply(name, request)
-        ended = time.perf_counter()
-        return self._generation(name, reply, request, begun, ended)
+        return self._generation(name, self._reply(name, request), request, begun, several)
 
     def _reply(self, name: str, request: Request, tops: bool = False) -> Reply:
-        stops = self.pair.stop_ids if request.stop_ids is None else request.stop_ids
-        reply = self.dialect(self.servers[name].url, request, stops, self.answer_seconds, tops)
+        url, stops = self.servers[name].url, self._stops(request)
+        reply = self.dialect(url, request, stops, self.answer_seconds, tops)
         if not reply.tokens:
             raise EngineError("the answer holds no token ids")
         return reply
 
+    def _stops(self, request: Request) -> frozenset[int]:
+        return self.pair.stop_ids if request.stop_ids is None else request.stop_ids
+
     def _generation(
-        self, name: str, reply: Reply, request: Request, begun: float, ended: float
+        self, name: str, reply: Reply, request: Request, begun: float, several: bool
     ) -> Generation:
         """A reply as the journal holds it: the prompt's pass, then a round for each other one."""
         tokens = reply.tokens
-        finish = "stop" if tokens[-1] in self.pair.stop_ids else "length"
+        finish = "stop" if tokens[-1] in self._stops(request) else "length"
         first, *others = reply.passes
+        if several:
+            others = _apart(name, others)
         steps, before = [], first.at
         for one in others:
             emitted, drafted = len(one.tokens), one.drafted
@@ -233,7 +236,7 @@ class ServedEngine:
                 )
             )
             before = one.at
-        return Generation(tokens, first.at - begun, ended - begun, finish, steps)
+        return Generation(tokens, first.at - begun, reply.ended - begun, finish, steps)
 
     # -- before anything is timed
 
@@ -245,7 +248,13 @@ class ServedEngine:
         speculative: list[TargetPass] = []
         of_second_answers = 0
         for name in (PLAIN, SPECULATIVE):
-            _check_read(name, self._reply(name, requests[0]), requests[0])
+            reply = self._reply(name, requests[0])
+            _check_read(name, reply, requests[0])
+            if reply.cached_tokens is None and not self.servers[name].is_ours:
+                self.faults.append(
+                    f"{name}: it does not tell what it remembers of prompts, and a prefix cache makes second answers "
+                    "faster: set it off (vLLM tells with --enable-prompt-tokens-details)"
+                )
         for drawn in requests:
             request = replace(drawn, decoding=replace(drawn.decoding, temperature=0.0))
             replies = {name: self._reply(name, request) for name in (PLAIN, SPECULATIVE)}
@@ -280,6 +289,17 @@ class ServedEngine:
             raise UserError(
                 f"the speculative server accepts none of {drafted}: are the draft's weights loaded?"
             )
+
+
+def _apart(name: str, passes: list[TargetPass]) -> list[TargetPass]:
+    """The passes of one of several answers at once: a busy server sends some of them together.
+
+    The plain server gives a token in each. What a speculative one gives in each only its counts tell: without them no
+    pass is known.
+    """
+    if name == PLAIN:
+        return [TargetPass(one.at, [token]) for one in passes for token in one.tokens]
+    return [] if any(one.drafted is None for one in passes) else passes
 
 
 def _check_read(name: str, reply: Reply, request: Request) -> None:

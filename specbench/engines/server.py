@@ -151,9 +151,10 @@ def _pin(process: subprocess.Popen, cores: Collection[int]) -> None:
     """Gives cores to all threads of a process and of those that it has started."""
     parent = psutil.Process(process.pid)
     for one in (parent, *parent.children(recursive=True)):
-        for thread in one.threads():
-            with suppress(ProcessLookupError):  # it has ended meanwhile
-                os.sched_setaffinity(thread.id, cores)
+        with suppress(psutil.NoSuchProcess):  # it has ended meanwhile, or one of its threads
+            for thread in one.threads():
+                with suppress(ProcessLookupError):
+                    os.sched_setaffinity(thread.id, cores)
 
 
 def _end(process: subprocess.Popen) -> None:

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import specbench
 from specbench import METHODS
-from specbench.config.spec import OWN_CODE
+from specbench.config.spec import OWN_CODE, make_drafter, needs_of
 from specbench.data.warm_start import WARM
-from specbench.decoding.drafter import make_drafter, needs_of
 from specbench.engines.environments import interpreter
 from specbench.engines.served import PLAIN, SPECULATIVE, ServedEngine
 from specbench.engines.server import HOST, Server, shared_cores

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from specbench.decoding.drafter import make_drafter
+from specbench.config.spec import make_drafter
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.slots import Slots
 from specbench.decoding.state import Batch, Draft, Prefill, Request, SequenceState, Verified

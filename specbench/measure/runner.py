@@ -22,13 +22,12 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
-from specbench.config.spec import POOL, RunSpec
+from specbench.config.spec import POOL, RunSpec, make_drafter
 from specbench.data.questions import find_questions_file, load_questions, warmup_questions
 from specbench.data.warm_start import warm_record
 from specbench.decoding.cpu import native
-from specbench.decoding.drafter import Drafter, make_drafter
+from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
-from specbench.decoding.model.anatomy import name_of
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.trace import counted
@@ -47,17 +46,19 @@ from specbench.measure.records import run_folder as store
 from specbench.measure.round_costs import set_round_costs
 from specbench.measure.served import prepare_served
 from specbench.measure.warm_up import choose_layouts, choose_threads, warm_up
-from specbench.models.pairs import load_pair, pair_for
+from specbench.models.pairs import load_pair, name_of, pair_for
 from specbench.system.errors import UserError, one_line, one_line_errors
 from specbench.system.files import read_json, write_json
 from specbench.system.settings import CONSTANT, GOODPUT, flat, parameters
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from specbench.data.question_files import Question
 
 
-def prepare(cfg: DictConfig) -> Bench:
-    """Loads the pair and builds the arms."""
+def prepare(cfg: DictConfig, scheduler: Scheduler | None = None) -> Bench:
+    """Loads the pair and builds the arms; a scheduler of the method's sequences may stand in for the usual one."""
     spec = RunSpec.of(cfg)
     if spec.engine is not None:
         return prepare_served(cfg, spec)
@@ -73,7 +74,6 @@ def prepare(cfg: DictConfig) -> Bench:
     def engine(drafter: Drafter, scheduler: Scheduler | None = None) -> Engine:
         return Engine(target, drafter, pair.stop_ids, scheduler, pair.context_length)
 
-    scheduler = None
     if spec.scheduler is not None:
         make = pkgutil.resolve_name(spec.scheduler["_target_"])
         scheduler = make(batch_size=spec.batch_size, **parameters(spec.scheduler))
@@ -95,6 +95,40 @@ def prepare(cfg: DictConfig) -> Bench:
         provenance.trained(pair_cfg, spec.drafter, needs.draft_model) | warm_record(spec.drafter, pair),
         provenance.trained_weights(spec.drafter),
     )
+
+
+def choose(bench: Bench, cfg: DictConfig, earlier: Mapping) -> dict[str, Any]:
+    """Chooses the number of threads and the layouts of weights.
+
+    Args:
+        bench: of the run.
+        cfg: its configuration.
+        earlier: provenance of an earlier process of the run, whose choices are then taken; {} of the first one.
+
+    Returns:
+        `thread_choice` and `layouts`, for the provenance.
+    """
+    setup, protocol = bench.setup, bench.protocol
+    threads = earlier["threads"]["torch"] if earlier else cfg.threads
+    thread_choice = choose_threads(setup, protocol, threads)
+    return {"thread_choice": asdict(thread_choice), "layouts": choose_layouts(setup, earlier.get("layouts"))}
+
+
+def make_ready(bench: Bench, cfg: DictConfig, earlier: Mapping) -> dict[str, Any]:
+    """Warms up, and measures what rounds cost where draft lengths follow that; as `choose`, which comes before.
+
+    Returns:
+        `unfit`: why the machine is not fit for measuring, and `round_costs`, for the provenance.
+    """
+    setup, protocol, watch = bench.setup, bench.protocol, bench.conductor.watch
+    watch.threads = torch.get_num_threads()
+    watch.find_children()
+    before = watch.read()
+    warm_up(setup, protocol)
+    costs = None
+    if cfg.decoding.draft_length == GOODPUT:
+        costs = set_round_costs(setup, protocol, cfg.decoding.round_costs or earlier.get("round_costs"))
+    return {"unfit": watch.unfit(before, watch.read()), "round_costs": costs}
 
 
 def pools(questions: list[Question], size: int | None, seed: int) -> list[list[Question]]:
@@ -198,35 +232,17 @@ class Job:
         Returns:
             The facts, and the probes with a first one.
         """
-        threads, earlier, path = self.cfg.threads, {}, self.run_dir / store.PROVENANCE
-        if path.exists():  # resumed: the same threads and layouts, not measured anew
-            earlier = read_json(path)
-            threads = earlier["threads"]["torch"]
-        setup, protocol, watch = bench.setup, bench.protocol, bench.conductor.watch
-        thread_choice = choose_threads(setup, protocol, threads)
-        layouts = choose_layouts(setup, earlier.get("layouts"))
+        setup, path = bench.setup, self.run_dir / store.PROVENANCE
+        earlier = read_json(path) if path.exists() else {}
+        chosen = choose(bench, self.cfg, earlier)
         config, questions = OmegaConf.to_container(self.cfg), find_questions_file(self.cfg.data)
         collected = provenance.collect(config, setup.spec.drafter, questions)
-        watch.threads = torch.get_num_threads()
-        watch.find_children()
-        before = watch.read()
-        warm_up(setup, protocol)
-        costs = None
-        if self.cfg.decoding.draft_length == GOODPUT:
-            listed = self.cfg.decoding.round_costs
-            costs = set_round_costs(setup, protocol, listed or earlier.get("round_costs"))
-        reasons = watch.unfit(before, watch.read())
-        if reasons:
-            print(f"this machine is not fit for measuring now: {'; '.join(reasons)}", file=sys.stderr)
+        chosen |= make_ready(bench, self.cfg, earlier)
+        if chosen["unfit"]:
+            print(f"this machine is not fit for measuring now: {'; '.join(chosen['unfit'])}", file=sys.stderr)
         probes = Probes(setup.pair.device)
         first = probes.take()
         speed = {"machine": probes.machine, "best": probes.best}
-        chosen: dict[str, Any] = {
-            "thread_choice": asdict(thread_choice),
-            "layouts": layouts,
-            "unfit": reasons,
-            "round_costs": costs,
-        }
         provenance.record(self.run_dir, collected | chosen | {"speed": speed | {"first": first}})
         if (self.run_dir / store.FACTS).exists():  # resumed: the peak is that of all processes
             facts_before = read_json(self.run_dir / store.FACTS)
@@ -236,9 +252,9 @@ class Job:
         # Another engine may draft with a file of its own.
         draft = None if setup.served is not None else setup.spec.needs.draft_of(self.cfg.pair)
         run_facts = facts(bench) | {
-            "layouts": layouts,
+            "layouts": chosen["layouts"],
             "speed": speed,
-            "round_costs": costs,
+            "round_costs": chosen["round_costs"],
             "draft": draft,
             "questions": collected["questions"]["sha256"],
             "processor": provenance.processor(collected["machine"], str(setup.pair.device)),

@@ -8,9 +8,9 @@ import yaml
 from specbench.commands import check_published
 from specbench.commands.check_published import Check, check_table, checks, compared, main, overview
 from specbench.config import checks as config_checks
-from tests.report.test_tables import shown
 from tests.support import commands
 from tests.support.conf import composed
+from tests.support.messages import shown
 
 OVERALL = {"acceptance_length": 2.2, "acceptance_by_position": [0.65, 0.39]}
 

@@ -61,7 +61,7 @@ def test_what_is_served_is_warmed_up_as_in_a_run_and_has_forgotten_it(monkeypatc
     finally:
         torch.set_num_threads(before)
     [(decoder, url)] = decoders
-    drafter = decoder.engine.drafter
+    drafter = decoder.arm.__self__.drafter  # of the engine whose rounds it is
     assert drafter.snapshot() == [] and isinstance(drafter.rule, Goodput)
     assert capsys.readouterr().out == f"suffix on tiny at {url}/v1/completions\n"
 

@@ -71,9 +71,8 @@ def test_a_changed_token_is_found_at_its_place(seed):
     place = int(torch.randint(len(tokens), (1,), generator=generator))
     ids = torch.tensor([PROMPT + tokens[:place]])
     logits = pair.target(ids).logits[0, -1]
-    other = int(logits.argsort()[int(torch.randint(len(logits) - 1, (1,), generator=generator))])
-    if other in pair.stop_ids:
-        return
+    others = [token for token in logits.argsort().tolist()[:-1] if token not in pair.stop_ids]
+    other = others[int(torch.randint(len(others), (1,), generator=generator))]
     arm = audited(pair, [answered([*tokens[:place], other, *tokens[place + 1 :]])])
     departure = arm.departure(arm.judged[0])
     assert arm.verdicts == {VIOLATION: 1}
@@ -291,6 +290,11 @@ def test_same_answers_up_to_their_end():
     first = audited(pair, [answered(tokens), answered(tokens), answered([5, 6], [8, 8])])
     second = audited(pair, [answered([*tokens, 9]), answered(tokens[:2]), answered([1], [7, 7])])
     assert same_answers(first, second) == (1, 2) and same_answers(first, first) == (3, 3)
+
+
+def test_one_low_p_value_of_many_is_chance():
+    assert not command.are_unlikely([]) and command.are_unlikely([5e-5])
+    assert not command.are_unlikely([5e-5, *[0.5] * 9]) and command.are_unlikely([5e-6, *[0.5] * 9])
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import Request
 from specbench.engines.client import EngineError, is_ready
 from specbench.engines.dialects import openai
-from specbench.engines.own import OwnDecoder
+from specbench.engines.own import OwnDecoder, Streamed
 from specbench.engines.standalone.completions import (
     HOST,
     PATH,
@@ -212,6 +212,12 @@ def test_one_thread_answers_one_request_after_the_other():
     assert all(len(answer) == 8 for answer in answers)
 
 
+def own_decoder(pair, drafter: Drafter, verification: str = "token") -> OwnDecoder:
+    scheduler = Streamed()
+    engine = Engine(pair.staged, drafter, pair.stop_ids, scheduler, pair.context_length)
+    return OwnDecoder(pair, engine.rounds, scheduler, verification)
+
+
 class TestOwnDecoder:
     """This project's own decoding behind the server says what it says without."""
 
@@ -227,7 +233,7 @@ class TestOwnDecoder:
 
         decoding = SamplingParams(24, temperature)
         alone = Engine(pair.staged, drafter(), pair.stop_ids, None, pair.context_length)
-        with serving(OwnDecoder(pair, drafter(), decoding.verification)) as url:
+        with serving(own_decoder(pair, drafter())) as url:
             for prompt in (PROMPT, [7] * 30, [4]):
                 [answer] = alone.generate([Request(prompt, decoding, 7)])
                 reply = openai(url, Request(prompt, decoding, 7), pair.stop_ids, WAIT)
@@ -238,7 +244,7 @@ class TestOwnDecoder:
                 assert [(len(one.tokens), one.drafted, one.accepted) for one in others] == steps
 
     def test_an_answer_ends_at_stop_tokens_of_its_own(self, pair):
-        with serving(OwnDecoder(pair, Drafter(), "token")) as url:
+        with serving(own_decoder(pair, Drafter())) as url:
             whole = posted(url, {"prompt": PROMPT, "max_tokens": 12})[1]["choices"][0]["token_ids"]
             stop = whole[4]
             cut = posted(url, {"prompt": PROMPT, "max_tokens": 12, "stop_token_ids": [stop]})[1]["choices"][0]
@@ -255,7 +261,7 @@ class TestOwnDecoder:
         ],
     )
     def test_what_cannot_be_decoded_is_refused(self, pair, more, said):
-        with serving(OwnDecoder(pair, Drafter(), "typical")) as url:
+        with serving(own_decoder(pair, Drafter(), "typical")) as url:
             status, content = posted(url, {"prompt": PROMPT} | more)
             assert status == 400 and said in content["error"]["message"]
             assert posted(url, {"prompt": PROMPT, "max_tokens": 2})[0] == 200

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -17,16 +18,18 @@ import pytest
 from specbench.decoding.engine import exhaust
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import Request
+from specbench.engines import client, dialects
 from specbench.engines import served as module
 from specbench.engines.client import EngineError
-from specbench.engines.dialects import DIALECTS, TargetPass, _count_drafts
+from specbench.engines.dialects import DIALECTS, TargetPass, _counted
+from specbench.engines.openai import OpenAI
 from specbench.engines.served import PLAIN, SPECULATIVE, ServedEngine
-from specbench.engines.server import Server
+from specbench.engines.server import Server, _pin
 from specbench.system.errors import JobError, UserError
 from tests.support import engine_stub
 from tests.support.commands import wait_for
 from tests.support.decoding import random_pair
-from tests.support.engine_stub import Stub, counting, serving
+from tests.support.engine_stub import SPLIT, Stub, counting, serving
 
 PROMPT, NEW = [3, 9, 27, 11, 33, 29, 17], 16
 STOPS: frozenset[int] = frozenset({2})
@@ -36,6 +39,11 @@ SILENT = 0.4  # s
 
 def request(n: int = NEW) -> Request:
     return Request(list(PROMPT), SamplingParams(n))
+
+
+def stopping(prompt: list[int], n: int, stop: int = 2) -> list[int]:
+    """An answer that ends at a stop token."""
+    return [*counting(prompt, 4), stop]
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +103,7 @@ class TestDialects:
         [
             ("refuses", "answers 500"),
             ("hangs", "silent"),
+            ("pings", "silent"),
             ("cuts", "ended before the answer did"),
             ("half", "no JSON"),
             ("tells", "out of memory"),
@@ -105,6 +114,13 @@ class TestDialects:
             DIALECTS[dialect](url, request(), STOPS, SILENT)
         assert "\n" not in str(raised.value)
 
+    def test_an_answer_ends_at_a_stop_token_and_what_is_told_after_it_is_read(self, dialect):
+        with serving(Stub(stopping)) as [url]:
+            reply = DIALECTS[dialect](url, request(), STOPS, SILENT)
+        assert reply.tokens == stopping(PROMPT, NEW)
+        assert (reply.prompt_tokens, reply.cached_tokens) == (len(PROMPT), 0)
+        assert reply.ended > reply.passes[-1].at
+
     def test_nobody_there(self, dialect):
         with serving(Stub(counting)) as [url]:
             pass
@@ -113,7 +129,7 @@ class TestDialects:
 
 
 class TestCounts:
-    """vLLM counts the passes that verified a draft, and no others."""
+    """vLLM counts the passes that verified a draft, and no others; a busy server sends passes together."""
 
     @pytest.mark.parametrize(
         ("sizes", "accepted", "drafted", "expected"),
@@ -127,20 +143,111 @@ class TestCounts:
             ([3, 1, 2], [2, 0, 2], [4, 0, 4], [4, 0, 4]),  # told of every pass; an end was drafted
             ([3, 2], [2, 4], [4, 4], [4, 4]),  # the last one ends at the cap
             ([3, 1], [2, 4], [4, 4], [4, 4]),
+            ([], [], [], []),
         ],
     )
     def test_they_find_their_passes(self, sizes, accepted, drafted, expected):
-        passes = [TargetPass(0.0, [7] * n, None) for n in sizes]
-        _count_drafts(passes, accepted, drafted)
+        passes = _counted(events_of(sizes), accepted, drafted)
         assert [one.drafted for one in passes] == expected
+        assert [len(one.tokens) for one in passes] == sizes
 
     @pytest.mark.parametrize(
-        ("sizes", "accepted"), [([1, 1], [2]), ([3, 1, 1], [0, 0, 0]), ([2, 1], [2, 0]), ([1], [0, 0])]
+        ("sizes", "accepted", "expected"),
+        [
+            ([5], [2, 1], [(3, 4), (2, 4)]),
+            ([4, 3], [1, 2], [(1, 0), (1, 0), (2, 4), (3, 4)]),
+            ([2, 5], [0, 2, 1], [(1, 0), (1, 4), (3, 4), (2, 4)]),
+            ([3, 1, 1, 1], [0, 0, 0, 0], [(1, 0)] * 2 + [(1, 4)] * 4),
+            ([4, 3], [3, 0, 4], [(4, 4), (1, 4), (2, 4)]),  # the last one ends at the cap
+            ([3, 1], [], [(1, 0)] * 4),
+        ],
     )
+    def test_passes_that_came_together_are_told_apart(self, sizes, accepted, expected):
+        events = events_of(sizes)
+        passes = _counted(events, accepted, [4] * len(accepted))
+        assert [(len(one.tokens), one.drafted) for one in passes] == expected
+        tokens = [token for one in events for token in one.tokens]
+        assert [token for one in passes for token in one.tokens] == tokens
+        assert {one.at for one in passes} == {one.at for one in events}
+
+    @pytest.mark.parametrize(("sizes", "accepted"), [([1, 1], [2]), ([2, 1], [2, 0]), ([1], [0, 0])])
     def test_counts_that_fit_no_tokens_are_an_error(self, sizes, accepted):
-        passes = [TargetPass(0.0, [7] * n, None) for n in sizes]
         with pytest.raises(EngineError, match="said to be accepted"):
-            _count_drafts([*passes, TargetPass(0.0, [7], None)], [*accepted, 0], [3] * (len(accepted) + 1))
+            _counted(events_of([*sizes, 1]), [*accepted, 0], [3] * (len(accepted) + 1))
+
+
+def events_of(sizes: list[int]) -> list[TargetPass]:
+    """Events of so many tokens, each of which is another one."""
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    return [TargetPass(end / 8, [*range(end - size, end)], None) for end, size in zip(ends, sizes)]
+
+
+class TestTokensLeftOut:
+    """llama.cpp sends no event for a token that ends inside a character, and its counts go on."""
+
+    def test_they_are_asked_for_without_a_stream(self):
+        stub = Stub(counting, drafts=True, fault="splits")
+        with serving(stub) as [url]:
+            reply = DIALECTS["llama_cpp"](url, request(), STOPS, SILENT)
+        assert reply.tokens == counting(PROMPT, NEW)
+        assert [body["stream"] for body in stub.bodies] == [True, False]
+        first, *others = reply.passes
+        assert first.tokens == reply.tokens[:1] and len(others) == 7
+        assert sum(one.drafted for one in others) == 21 and sum(one.accepted for one in others) == 8
+
+    def test_a_plain_answer_has_a_pass_for_each(self):
+        with serving(Stub(counting, fault="splits")) as [url]:
+            reply = DIALECTS["llama_cpp"](url, request(), STOPS, SILENT, True)
+        assert reply.tokens == counting(PROMPT, NEW) and len(reply.passes) == NEW
+        assert [place for place, top in enumerate(reply.tops) if not top] == [*SPLIT]
+
+    def test_the_time_of_asking_again_is_no_time_of_the_answer(self, monkeypatch):
+        def slow(url, path, body, timeout):
+            if not body["stream"]:
+                time.sleep(0.3)
+            yield from real(url, path, body, timeout)
+
+        real = client.events
+        monkeypatch.setattr(dialects, "events", slow)
+        with serving(Stub(counting, fault="splits")) as [url]:
+            begun = time.perf_counter()
+            reply = DIALECTS["llama_cpp"](url, request(), STOPS, SILENT)
+            assert time.perf_counter() - begun > 0.3 > reply.ended - begun
+
+    def test_another_answer_without_a_stream_costs_its_question_alone(self):
+        with (
+            serving(Stub(counting, fault="wavers")) as [url],
+            pytest.raises(UserError, match="is another one"),
+        ):
+            DIALECTS["llama_cpp"](url, request(), STOPS, SILENT)
+
+
+class TestVllm:
+    """What vLLM alone says."""
+
+    def test_totals_are_no_counts_of_passes(self):
+        with serving(Stub(counting, drafts=True, fault="sums")) as [url]:
+            reply = DIALECTS["openai"](url, request(), STOPS, SILENT)
+        assert [(len(one.tokens), one.drafted) for one in reply.passes[1:]] == [
+            (size, None) for size in (3, 1, 4, 2, 3, 1, 1)
+        ]
+
+    def test_an_answer_that_is_given_up_is_an_error(self):
+        with (
+            serving(Stub(counting, fault="aborts")) as [url],
+            pytest.raises(EngineError, match="ended the answer: abort"),
+        ):
+            DIALECTS["openai"](url, request(), STOPS, SILENT)
+
+    def test_an_error_that_is_null_is_none(self):
+        assert client._event('{"error": null}') == {"error": None}
+
+    def test_passes_that_came_together_are_those_that_it_counts(self):
+        with serving(Stub(counting, drafts=True, fault="joins")) as [url]:
+            reply = DIALECTS["openai"](url, request(), STOPS, SILENT)
+        assert reply.tokens == counting(PROMPT, NEW)
+        assert [len(one.tokens) for one in reply.passes] == [1, 3, 1, 4, 2, 3, 1, 1]
+        assert [one.accepted for one in reply.passes[1:]] == [2, 0, 3, 1, 2, 0, 0]
 
 
 @pytest.mark.parametrize("dialect", sorted(DIALECTS))
@@ -202,6 +309,24 @@ class TestHandshake:
         assert "it remembers answers (7 passes at first, 4 for the same again)" in fault
 
 
+@pytest.mark.parametrize("dialect", sorted(DIALECTS))
+class TestWhatServersTell:
+    def test_answers_that_end_at_a_stop_token_are_checked_too(self, pair, dialect):
+        stop = next(iter(pair.stop_ids))
+        stubs = [Stub(partial(stopping, stop=stop), drafts=drafts) for drafts in (False, True)]
+        stubs[0].fault = "adds"
+        with serving(*stubs) as urls, pytest.raises(UserError, match="read 8 tokens of a prompt of 7"):
+            engine_of(pair, urls, dialect).open([request()])
+
+    def test_one_that_does_not_tell_what_it_remembers_is_named(self, pair, dialect):
+        """With a prefix cache, second answers are faster, and nothing else shows it."""
+        with serving(Stub(counting, fault="silent cache"), Stub(counting, drafts=True)) as urls:
+            engine = engine_of(pair, urls, dialect)
+            engine.open([request(), request(8)])
+        [fault] = engine.faults
+        assert fault.startswith("plain: it does not tell what it remembers of prompts")
+
+
 def test_what_only_one_dialect_tells(pair):
     with (
         serving(Stub(counting), Stub(counting, drafts=True, fault="swallows")) as urls,
@@ -258,6 +383,35 @@ def test_an_answer_that_goes_on_after_a_stop_token_is_refused(pair):
         pytest.raises(UserError, match="goes on after a stop token"),
     ):
         engine_of(pair, urls, "openai").open([request()])
+
+
+class TestSeveralAtOnce:
+    """A busy server sends the tokens of several passes in one event, where it did not in the handshake."""
+
+    def answers(self, pair, stub: Stub, arm: str):
+        """Two answers of an arm whose server is the stub."""
+        stubs = {PLAIN: Stub(counting), SPECULATIVE: Stub(counting, drafts=True)} | {arm: stub}
+        with serving(*stubs.values()) as urls:
+            engine = engine_of(pair, urls, "openai")
+            engine.batch_size = 2
+            engine.open([request()])
+            answers = exhaust(getattr(engine, arm)([request(), request()]))
+            assert engine.faults == []
+        assert [answer.tokens for answer in answers] == [counting(PROMPT, NEW)] * 2
+        return answers
+
+    def test_the_plain_server_gives_a_token_a_pass(self, pair):
+        for answer in self.answers(pair, Stub(counting, fault="joins", after=3), PLAIN):
+            assert [(step.emitted, step.drafted) for step in answer.steps] == [(1, 0)] * 15
+
+    def test_counts_tell_the_passes_of_a_speculative_one(self, pair):
+        for answer in self.answers(pair, Stub(counting, drafts=True, fault="joins", after=3), SPECULATIVE):
+            assert [step.accepted for step in answer.steps] == [2, 0, 3, 1, 2, 0, 0]
+            assert [step.emitted for step in answer.steps] == [3, 1, 4, 2, 3, 1, 1]
+
+    def test_without_counts_no_pass_is_known(self, pair):
+        for answer in self.answers(pair, Stub(counting, drafts=True, fault="uncounted"), SPECULATIVE):
+            assert answer.steps == [] and answer.seconds > 0
 
 
 # -- faults in the middle of a run
@@ -355,12 +509,12 @@ def test_a_killed_run_leaves_no_server(tmp_path):
 
 
 def test_a_restart_is_no_time_of_a_batch_and_costs_one_of_the_restarts(pair, monkeypatch):
-    def failing(engine, name, request):
+    def failing(engine, name, request, several):
         asked.append(name)
         if len(asked) == 2:  # the second of two, while the first is answered
             engine.servers[name].starts += 1
             time.sleep(0.3)
-        return real(engine, name, request)
+        return real(engine, name, request, several)
 
     asked, real = [], module.ServedEngine._answer
     with serving(Stub(counting), Stub(counting, drafts=True)) as urls:
@@ -382,6 +536,28 @@ def test_seconds_of_a_batch_are_shared_by_tokens(pair):
         short = replace(request(), decoding=replace(decoding, max_new_tokens=decoding.max_new_tokens // 2))
         long, half = exhaust(engine.speculative([request(), short]))
     assert long.seconds / half.seconds == pytest.approx(len(long.tokens) / len(half.tokens))
+
+
+@pytest.mark.process
+def test_a_process_that_ends_while_cores_are_given_is_left_alone(monkeypatch):
+    """As those that an engine compiles with."""
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    of_ended = psutil.Process(ended.pid)
+    ended.wait()
+    running = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    core = min(os.sched_getaffinity(0))
+    monkeypatch.setattr(psutil.Process, "children", lambda *_, **__: [of_ended])
+    try:
+        _pin(running, [core])
+        assert os.sched_getaffinity(running.pid) == {core}
+    finally:
+        running.kill()
+        running.wait()
+
+
+def test_a_url_that_is_a_number_is_one_line():
+    with pytest.raises(UserError, match="set engine.plain_url to the plain server"):
+        OpenAI.check({"dialect": "openai", "plain_url": 8000, "speculative_url": 8001}, {"name": "sps"}, 1)
 
 
 def test_restarts_have_an_end(pair, monkeypatch):

@@ -17,6 +17,8 @@ from itertools import cycle
 
 ACCEPTED = (2, 0, 3, 1)  # of each draft, over and over
 DRAFTED = 3  # tokens of each draft
+SPLIT = (0, 4, 6, 11)  # places of tokens that end inside a character
+PINGS, PING_SECONDS = 40, 0.05
 
 
 @dataclass
@@ -68,6 +70,13 @@ FAULTS = {
     "remembers": "keeps the prompt of an earlier request",
     "swallows": "decodes at a temperature of its own",
     "uncounted": "does not say what it drafts",
+    "sums": "says in total alone what it drafts",
+    "joins": "sends two passes in one event",
+    "splits": "sends no event for some tokens, as llama.cpp for those that end inside a character",
+    "wavers": "does so too, and says another token at place 5 without a stream",
+    "silent cache": "does not say what it keeps of prompts",
+    "pings": "sends comments alone for two seconds",
+    "aborts": "gives the answer up",
     "dies": "ends its process",
 }
 
@@ -100,53 +109,71 @@ def spoiled(tokens: list[int], wrong: str) -> list[int]:
 
 
 def llama_cpp_events(stub: Stub, body: dict, wrong: str) -> Iterator[dict]:
-    """As llama.cpp: an event for each token, with counts so far."""
+    """As llama.cpp: an event for each token, with counts so far; or, without a stream, all at once."""
     tokens = spoiled(stub.answer(body["prompt"], body["n_predict"]), wrong)
-    drafted = accepted = 0
+    settings = {"n_predict": body["n_predict"], "temperature": body["temperature"]}
+    if wrong == "swallows":
+        settings["temperature"] = 0.8
+    read = len(body["prompt"]) + (wrong == "adds")
+    cached = {} if wrong == "silent cache" else {"cache_n": 4 if wrong == "remembers" else 0}
+    end = {"stop": True, "tokens": [], "tokens_predicted": len(tokens), "tokens_evaluated": read}
+    end |= {"generation_settings": settings}
+    if not body["stream"]:
+        yield end | {"tokens": spoiled(tokens, "breaks" if wrong == "wavers" else "")}
+        return
+    drafted = accepted = said = 0
     counts: dict = {}
     for of_pass, of_draft in passes_of(stub, tokens, wrong) if tokens else ():
         drafted, accepted = drafted + of_draft, accepted + len(of_pass) - 1
         counts = {"draft_n": drafted, "draft_n_accepted": accepted} if drafted else {}
         for token in of_pass:
-            event = {"content": "x", "stop": False, "timings": counts}
-            yield event if wrong == "text" else event | {"tokens": [token]}
+            said += 1
+            if wrong in ("splits", "wavers") and said - 1 in SPLIT:
+                continue
+            event = {"content": "x", "stop": False, "timings": counts, "tokens_predicted": said}
             if body["n_probs"]:
                 top = [{"id": token, "logprob": -0.1}, {"id": token + 1, "logprob": -3.0}]
-                yield {"completion_probabilities": [{"top_logprobs": top}], "tokens": [], "timings": counts}
-    settings = {"n_predict": body["n_predict"], "temperature": body["temperature"]}
-    if wrong == "swallows":
-        settings["temperature"] = 0.8
-    read = len(body["prompt"]) + (wrong == "adds")
-    cached = 4 if wrong == "remembers" else 0
-    end = {"stop": True, "tokens": [], "tokens_evaluated": read, "generation_settings": settings}
-    yield end | {"timings": counts | {"cache_n": cached}}
+                event["completion_probabilities"] = [{"top_logprobs": top}]
+            yield event if wrong == "text" else event | {"tokens": [token]}
+    yield end | {"timings": counts | cached}
 
 
 def openai_events(stub: Stub, body: dict, wrong: str) -> Iterator[dict]:
-    """As vLLM: an event for each pass, and counts at the end."""
+    """As vLLM: an event for each pass, and, if it speculates, counts at the end."""
     tokens = spoiled(stub.answer(body["prompt"], body["max_tokens"]), wrong)
     passes = passes_of(stub, tokens, wrong) if tokens else []
-    for i, (of_pass, _) in enumerate(passes):
+    together = 2 if wrong == "joins" else 1  # passes of an event
+    for i in range(0, len(passes), together):
+        of_event = [token for of_pass, _ in passes[i : i + together] for token in of_pass]
         choice: dict = {"text": "x", "finish_reason": None}
         if wrong != "text":
-            choice["token_ids"] = of_pass
+            choice["token_ids"] = of_event
         if i == 0:
             choice["prompt_token_ids"] = body["prompt"]
         if body.get("logprobs"):
-            tops = [{f"token_id:{token}": -0.1, f"token_id:{token + 1}": -3.0} for token in of_pass]
+            tops = [{f"token_id:{token}": -0.1, f"token_id:{token + 1}": -3.0} for token in of_event]
             choice["logprobs"] = {"top_logprobs": tops}
         yield {"choices": [choice]}
-    yield {"choices": [{"text": "", "token_ids": [], "finish_reason": "length"}]}
-    usage = {"prompt_tokens": len(body["prompt"]) + (wrong == "adds")}
-    usage["prompt_tokens_details"] = {"cached_tokens": 4 if wrong == "remembers" else 0}
+    reason = "abort" if wrong == "aborts" else "length"
+    yield {"choices": [{"text": "", "token_ids": [], "finish_reason": reason}]}
+    usage: dict = {"prompt_tokens": len(body["prompt"]) + (wrong == "adds")}
+    if wrong != "silent cache":
+        usage["prompt_tokens_details"] = {"cached_tokens": 4 if wrong == "remembers" else 0}
     steps = [(len(of_pass) - 1, of_draft) for of_pass, of_draft in passes[1:] if of_draft]
-    counts = {
-        "speculative_decoding": {
-            "per_step_accepted": [n for n, _ in steps],
-            "per_step_drafted": [n for _, n in steps],
-        }
-    }
-    yield {"choices": [], "usage": usage} | ({} if wrong == "uncounted" else {"metrics": counts})
+    accepted, drafted = ([counts[i] for counts in steps] for i in (0, 1))
+    counts = {"num_accepted_draft_tokens": sum(accepted), "num_draft_tokens": sum(drafted)}
+    if wrong != "sums":
+        counts |= {"per_step_accepted": accepted, "per_step_drafted": drafted}
+    told = stub.drafts and wrong != "uncounted"
+    yield {"choices": [], "usage": usage, "metrics": {"speculative_decoding": counts} if told else None}
+
+
+def line_of(event: dict, wrong: str | None) -> bytes:
+    """An event as it is sent, or what goes wrong with it."""
+    if wrong == "tells":
+        event = {"error": {"message": "out of memory"}}
+    line = json.dumps(event)
+    return f"data: {line[: len(line) // 2] if wrong == 'half' else line}\n\n".encode()
 
 
 EVENTS = {"/completion": llama_cpp_events, "/v1/completions": openai_events}
@@ -212,18 +239,21 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(200)
         self.end_headers()
         events = list(EVENTS[self.path](stub, body, wrong))
+        if not body["stream"]:
+            self.leave(stub)
+            self.wfile.write(json.dumps(events[0]).encode())
+            return
         for number, event in enumerate(events):
-            if wrong == "tells" and number == 2:
-                event = {"error": {"message": "out of memory"}}
-            line = f"data: {json.dumps(event)}\n\n".encode()
-            if wrong == "half" and number == 2:
-                line = line[: len(line) // 2] + b"\n\n"
+            line = line_of(event, wrong if number == 2 else None)
             if number == len(events) - 1:
                 self.leave(stub)
             self.wfile.write(line)
             self.wfile.flush()
             if wrong == "hangs" and number == 1:
                 self.server.released.wait(60)
+            for _ in range(PINGS if wrong == "pings" and number == 1 else 0):
+                time.sleep(PING_SECONDS)
+                self.wfile.write(b":\n\n")
             if wrong == "cuts" and number == 2:
                 self.wfile.flush()
                 self.connection.shutdown(socket.SHUT_WR)

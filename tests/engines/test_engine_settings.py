@@ -1,0 +1,107 @@
+"""Settings of a method that nothing of another engine reads are refused: a sweep over them would measure one thing."""
+
+from __future__ import annotations
+
+import pytest
+
+from specbench.config import checks
+from specbench.engines.openai import OpenAI
+from specbench.measure import served
+from specbench.measure.runner import prepare
+from specbench.measure.served import check_settings
+from specbench.system.errors import UserError
+from tests.support.conf import composed
+from tests.support.messages import says
+
+
+def checked(*words: str) -> None:
+    cfg = composed("bench", "pair=tiny", *words)
+    check_settings(cfg, checks.check(cfg))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["method=pld", "engine=llama_cpp", "method.min_ngram=2"],
+            "llama_cpp does not read method.min_ngram: of pld it reads max_draft_tokens, max_ngram; ... .pld",
+        ),
+        (
+            ["method=pld", "engine=llama_cpp", "method.match=earliest"],  # `latest` is tuned
+            "method.match: of pld it reads max_draft_tokens, max_ngram;",
+        ),
+        (
+            ["method=sps", "engine=openvino", "method.confidence_threshold=0.4"],
+            "method.confidence_threshold: of sps it reads max_draft_tokens;",
+        ),
+        (
+            ["method=eagle3", "engine=vllm", "method.max_draft_tokens=3"],
+            "method.max_draft_tokens: of eagle3 it reads weights;",
+        ),
+        (
+            ["method=medusa", "engine=vllm", "method.nodes=9"],
+            "vllm does not read method.nodes: of medusa it reads no setting;",
+        ),
+        (
+            ["method=sps", "engine=openai", "method.max_draft_tokens=3"],
+            "openai does not read method.max_draft_tokens: of sps it reads no setting;",
+        ),
+        (
+            ["method=ragged", "drafter=pld", "engine=llama_cpp", "drafter.min_ngram=2"],
+            "drafter.min_ngram: of pld it reads max_draft_tokens, max_ngram;",
+        ),
+        (
+            ["method=exspec", "drafter=sps", "engine=llama_cpp", "method.window=8"],
+            "method.window: of exspec it reads no setting;",
+        ),
+        (
+            ["method=exspec", "drafter=suffix", "engine=vllm", "method.window=8"],
+            "method.window: of exspec it reads no setting;",
+        ),
+        (
+            ["method=suffix", "engine=llama_cpp", "+engine.speculative.suffix={n: 1}", "method.factor=3"],
+            "method.factor: of suffix it reads no setting;",
+        ),
+    ],
+)
+def test_settings_that_an_engine_does_not_read_are_refused(words, said):
+    with pytest.raises(UserError) as raised:
+        checked(*words)
+    assert says(str(raised.value), said) and "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["method=sps", "engine=llama_cpp", "method.max_draft_tokens=3", "method.confidence_threshold=0.4"],
+        ["method=pld", "engine=vllm", "method.min_ngram=2", "method.max_ngram=4"],
+        ["method=ragged", "drafter=sps", "engine=openvino", "drafter.max_draft_tokens=3"],
+        ["method=suffix", "engine=vllm", "method.factor=2", "method.max_match=8"],
+        ["method=ragged", "drafter=samd", "engine=vllm"],
+        ["method=pld", "engine=llama_cpp", "settings=published"],
+        ["method=pld", "engine=llama_cpp", "settings=published", "method.match=earliest"],
+        ["method=pld", "engine=llama_cpp", "settings=tuned"],  # `match`, which it does not read
+        ["method=eagle3", "engine=vllm"],
+        ["method=medusa", "engine=vllm"],
+    ],
+)
+def test_what_it_reads_and_what_nobody_changed_is_taken(words):
+    checked(*words)
+
+
+def test_a_preset_of_the_users_own(monkeypatch, tmp_path):
+    (tmp_path / "conf/engine").mkdir(parents=True)
+    preset = 'name: mine\nspeculative: {sps: {n: "${method.max_draft_tokens}"}}\n'
+    (tmp_path / "conf/engine/mine.yaml").write_text(preset)
+    monkeypatch.chdir(tmp_path)
+    assert served._file("engine", "mine")["name"] == "mine" and served._file("engine", "none") == {}
+    assert served.READ.findall(str(served._file("engine", "mine"))) == ["max_draft_tokens"]
+
+
+def test_a_run_is_refused_before_a_model_is_loaded(monkeypatch):
+    monkeypatch.setattr(served, "load_pair", lambda *_, **__: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(OpenAI, "check", lambda *_: None)
+    cfg = composed("bench", "pair=tiny", "method=sps", "engine=openai", "method.max_draft_tokens=3")
+    checks.check(cfg)
+    with pytest.raises(UserError, match="does not read method.max_draft_tokens"):
+        prepare(cfg)
