@@ -20,8 +20,9 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
+from specbench.config.spec import make_drafter
 from specbench.decoding.device import on_device
-from specbench.decoding.drafter import Needs, make_drafter
+from specbench.decoding.drafter import Needs
 from specbench.decoding.wrapped import WrappedDrafter
 from specbench.models.pairs import Pair
 from specbench.system.errors import UserError

@@ -18,9 +18,10 @@ from methods.common.counted_trees import Counted
 from methods.common.suffix_array import SORTED, check_sorted
 from methods.common.suffix_automaton import SuffixAutomaton
 from methods.rest.datastore import load_datastore, tree_after
+from specbench.config.spec import make_drafter
 from specbench.data.warm_start import WARM
 from specbench.decoding.device import on_device
-from specbench.decoding.drafter import Needs, make_drafter
+from specbench.decoding.drafter import Needs
 from specbench.decoding.state import Batch, Draft, SequenceState, Verified
 from specbench.decoding.tree import Tree
 from specbench.decoding.wrapped import WrappedDrafter

@@ -75,7 +75,8 @@ class AlignedLayout(RaggedLayout):
         self._held[:b, entry:kv_len] = positions
         return ForwardContext(kv_len, entry, None, positions, self._held[:b, :kv_len], visible)
 
-    def _held_by(self, batch: Lengths, i: int) -> torch.Tensor:
+    def held_by(self, batch: Lengths, i: int) -> torch.Tensor:
+        """As in `RaggedLayout`."""
         return self._held[i, : self._end]
 
     def commit(

@@ -5,19 +5,27 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from specbench.models.pairs import fetch_small_files
+from specbench.decoding.cpu.packed_linear import pack_linears
+from specbench.models.pairs import fetch_small_files, place_weights
 from specbench.system.errors import UserError, one_line
+from specbench.system.paths import packaged
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from specbench.decoding.model.staged_model import StagedModel
+    from specbench.models.expansion import Expansion
+
+Module = TypeVar("Module", bound=torch.nn.Module)
+
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"  # copies of the target's, which many files hold
 
 
 def read_checkpoint(
@@ -29,7 +37,7 @@ def read_checkpoint(
     """Reads a folder. Nothing in it is run: pickles are read with weights_only.
 
     Args:
-        folder: where the files are, or a hub id.
+        folder: where the files are, as a configuration names it, or a hub id.
         what: that is in it, for messages: "the heads".
         files: names that the file of tensors may have; the first one that is there is read.
         check: called with the content of config.json before tensors are looked for.
@@ -40,7 +48,7 @@ def read_checkpoint(
     Raises:
         UserError: a file is missing or cannot be read.
     """
-    folder = _fetched(Path(folder), files)
+    folder = _fetched(packaged(folder), files)
     present = [name for name in files if (folder / name).is_file()]
     try:
         if not (folder / CONFIG).is_file():
@@ -124,6 +132,65 @@ def check_tensors(
     if problems or not state:
         message = "; ".join(sorted(problems)) or "there is no tensor"
         raise UserError(f"{what} in '{folder}' do not fit: {message}")
+
+
+def fill(folder: str | Path, what: str, model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> None:
+    """Puts tensors into a model of the same names. Raises UserError, as `check_tensors`, where they do not fit."""
+    check_tensors(folder, what, state, {name: tensor.shape for name, tensor in model.state_dict().items()})
+    model.load_state_dict(state)
+
+
+def ready(model: Module, device: torch.device, dtype: torch.dtype) -> Module:
+    """A trained part that only drafts from now on: on its device, without gradients, its linear layers packed.
+
+    Args:
+        model: with its weights, those of an expanded target's part included.
+        device: of the part.
+        dtype: of its parameters.
+    """
+    place_weights(model, device, dtype)
+    model.eval().requires_grad_(False)
+    pack_linears(model)
+    return model
+
+
+def sizes_trained_for(target: StagedModel, expansion: Expansion | None) -> tuple[int, int, int]:
+    """Width, layers and tokens of the target that a part was trained for.
+
+    Args:
+        target: that is drafted for.
+        expansion: how it was expanded since; None if it was not.
+    """
+    if expansion is None:
+        return target.hidden_size, len(target.layers), target.vocab_size
+    return expansion.old.hidden, expansion.old.layers, expansion.old.vocab
+
+
+def drop_copies(
+    folder: str | Path,
+    what: str,
+    state: dict[str, torch.Tensor],
+    target: StagedModel,
+    expansion: Expansion | None,
+    names: Sequence[str] = (EMBEDDING, HEAD),
+) -> None:
+    """Leaves out copies of the target's embedding and head, which are used in their place.
+
+    Args:
+        folder: where they were read.
+        what: that is in it, for messages.
+        state: the tensors; those of `names` are taken out.
+        target: that is drafted for.
+        expansion: how it was expanded; copies are then not compared.
+        names: of the tensors, as modules of `target` have them.
+
+    Raises:
+        UserError: one is not the target's.
+    """
+    for name in names:
+        copy = state.pop(name, None)
+        if copy is not None and expansion is None:
+            check_copy(folder, what, name, copy, getattr(target, name.removesuffix(".weight")).weight)
 
 
 def draft_token_ids(

@@ -10,6 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 
 from specbench.decoding.cpu.compiled_layers import compiled_copy
 from specbench.decoding.kv_cache import KVCache
+from specbench.decoding.model.cost import weight_bytes
 from specbench.decoding.model.graphs import options_of
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ class CachedLayer(nn.Module):
     """Base of what drafts with attention layers: their rotary positions, and a cache for their keys and values.
 
     Attributes:
+        token_ids: [rows] tokens of the target that a head of their own scores, by row; None: they have none, and the
+            target's is used.
         depth: layers that attend.
         compiled_layers: names of layers that are nothing but called: on a CPU they are compiled.
 
@@ -30,6 +33,7 @@ class CachedLayer(nn.Module):
     """
 
     config: Any
+    token_ids: torch.Tensor | None
     depth: int = 1
     compiled_layers: tuple[str, ...] = ()
 
@@ -38,12 +42,26 @@ class CachedLayer(nn.Module):
         config._attn_implementation = "sdpa"  # of the layer, too: it keeps the same config
         self.config = config
         self.rotary = LlamaRotaryEmbedding(cast("LlamaConfig", config))
+        self.register_buffer("token_ids", None, persistent=False)
 
     @property
     def head_dim(self) -> int:
         """Width of an attention head."""
         config = self.config
         return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+    @property
+    def tables(self) -> list[torch.Tensor]:
+        """Weights of which a pass looks up single rows."""
+        return []
+
+    def pass_bytes(self) -> int:
+        """Bytes of weights that a pass reads, those of a head of their own included; look-ups read none."""
+        return weight_bytes(self) - sum(table.nbytes for table in self.tables)
+
+    def logits(self, output: torch.Tensor) -> torch.Tensor:
+        """Outputs [..., h] -> logits [..., rows] of the head of their own that `token_ids` tells of."""
+        raise NotImplementedError
 
     def new_cache(self, capacity: int, slots: int = 1) -> KVCache:
         """An empty cache for `slots` sequences."""

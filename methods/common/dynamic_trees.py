@@ -73,11 +73,7 @@ class Growth:
         self._frontier = self._begins + best
         self._above = self._scores[-1].gather(1, best)
         above = best // self.width
-        if self.expanded is None:
-            self.expanded = Tree.of(torch.full_like(best, -1))
-        else:
-            before = self.expanded.parents
-            self.expanded = Tree.of(torch.cat([before, before.shape[1] - self.width + above], dim=1))
+        self.expanded = next_level(self.expanded, above)
         return self._tokens[-1].gather(1, best), above
 
     def best(self, nodes: int) -> tuple[torch.Tensor, Tree]:
@@ -90,6 +86,25 @@ class Growth:
             Tokens [b, nodes], as rows of the drafter's head, and their tree.
         """
         return _best_nodes(self._tokens, self._scores, self._parents, nodes)
+
+
+def next_level(tree: Tree | None, above: torch.Tensor) -> Tree:
+    """A tree with one more level: it costs less to add one than to make the tree anew.
+
+    Args:
+        tree: whose last n nodes are its deepest level; None: there is no level yet.
+        above: [b, n] the index of each new node's parent among these; of the first level it says nothing.
+    """
+    if tree is None:
+        return Tree.of(torch.full_like(above, -1))
+    (b, n), m = above.shape, tree.parents.shape[1]
+    parents = torch.cat([tree.parents, above + m - n], dim=1)
+    depths = torch.cat([tree.depths, tree.depths[:, -n:] + 1], dim=1)
+    # A new node sees what its parent sees, and itself.
+    seen_above = tree.visible[:, -n:].gather(1, above.unsqueeze(-1).expand(-1, -1, 1 + m))
+    itself = torch.eye(n, dtype=torch.bool, device=above.device).expand(b, n, n)
+    seen = torch.cat([seen_above, itself], dim=2)
+    return Tree(parents, depths, torch.cat([torch.nn.functional.pad(tree.visible, (0, n)), seen], dim=1))
 
 
 def tree_of_marginals(

@@ -7,7 +7,7 @@ probability 0, so that acceptance over the full vocabulary stays exact.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,10 +19,14 @@ from specbench.system.errors import UserError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from methods.common.draft_layer import CachedLayer
     from specbench.decoding.model.staged_model import StagedModel
     from specbench.decoding.sampling import SamplingParams
     from specbench.decoding.state import Batch
     from specbench.models.pairs import Pair
+
+
+UNTRIMMED = "the drafter's weights score some tokens alone, by a map of their own: set vocab=full"
 
 
 class DraftHead:
@@ -107,30 +111,21 @@ class DraftHead:
         return widened
 
 
-class HasHead(Protocol):
-    """A drafting model with a head of its own over some tokens of the target."""
-
-    token_ids: torch.Tensor
-
-    def logits(self, output: torch.Tensor) -> torch.Tensor:
-        """Outputs [..., h] of the model -> logits [..., rows]."""
-
-
 class OwnHead(DraftHead):
-    """The head that a drafting model has over some tokens of the target.
+    """The head that drafting layers have over some tokens of the target.
 
     Args:
-        model: whose head it is; its weights are counted with the model's.
+        layers: whose head it is; its weights are counted with theirs.
         vocab_size: ids that the target has.
     """
 
-    def __init__(self, model: HasHead, vocab_size: int):
-        self.drafting, self.vocab_size, self.token_ids = model, vocab_size, model.token_ids
+    def __init__(self, layers: CachedLayer, vocab_size: int):
+        self.layers, self.vocab_size, self.token_ids = layers, vocab_size, layers.token_ids
         self.bytes = 0.0
 
     def logits(self, normed: torch.Tensor) -> torch.Tensor:
-        """Outputs [..., h] of the model -> logits [..., rows]."""
-        return self.drafting.logits(normed)
+        """Outputs [..., h] of the layers -> logits [..., rows]."""
+        return self.layers.logits(normed)
 
 
 def chosen_at_once(head: DraftHead, logits: torch.Tensor, batch: Batch) -> list[torch.Tensor]:
@@ -180,12 +175,42 @@ def drawable(rows: torch.Tensor) -> torch.Tensor:
     return rows.clamp(min=0)
 
 
-def draft_head(pair: Pair, model: StagedModel, vocab_map: str | None, vocab_size: int | None) -> DraftHead:
-    """The head of `model` for drafting in `pair`, trimmed to the first `vocab_size` tokens of a map if one is given."""
-    token_ids = None
+def draft_head(
+    pair: Pair,
+    model: StagedModel,
+    vocab_map: str | None,
+    vocab_size: int | None,
+    token_ids: torch.Tensor | None = None,
+) -> DraftHead:
+    """The head of a model for drafting in a pair.
+
+    Args:
+        pair: with the target.
+        model: whose head it is.
+        vocab_map: folder of a vocabulary map: the head is trimmed to its tokens; None for all.
+        vocab_size: the first so many of the map's tokens; None for all.
+        token_ids: [k] the only tokens that a trained part scores, where that is so.
+
+    Raises:
+        UserError: the map cannot be used, or a head that scores some tokens alone would be trimmed.
+    """
+    if vocab_map is None:
+        return DraftHead(model, target_ids(pair), token_ids)
+    if token_ids is not None:
+        raise UserError(UNTRIMMED)
+    trimmed_to = torch.tensor(kept_ids(vocab_map, pair, vocab_size), device=model.device)
+    return DraftHead(model, target_ids(pair), trimmed_to)
+
+
+def layers_head(
+    pair: Pair, layers: CachedLayer, vocab_map: str | None = None, vocab_size: int | None = None
+) -> DraftHead:
+    """The head for the outputs of drafting layers: their own, or else the target's, as `draft_head` makes it."""
+    if layers.token_ids is None:
+        return draft_head(pair, pair.staged, vocab_map, vocab_size)
     if vocab_map is not None:
-        token_ids = torch.tensor(kept_ids(vocab_map, pair, vocab_size), device=model.device)
-    return DraftHead(model, target_ids(pair), token_ids)
+        raise UserError(UNTRIMMED)
+    return OwnHead(layers, target_ids(pair))
 
 
 def target_ids(pair: Pair) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from specbench.decoding.kv_cache import KVCache
     from specbench.decoding.model.staged_model import StagedModel
     from specbench.decoding.slots import Slots
-    from specbench.decoding.state import Batch
+    from specbench.decoding.state import Batch, Verified
     from specbench.decoding.tree import Tree
 
 
@@ -28,13 +29,15 @@ class LayerCache:
         slots: of the sequences.
         target: the model that verifies; its runner runs the passes.
         extra: entries of each slot beyond the capacity of `slots`.
+        lag: entries that a sequence has fewer than tokens: 1 where an entry is a pair, of a state and the next token.
+            The last known entry then stands where the pending token does.
 
     Attributes:
         layout: of the sequences in the cache.
     """
 
-    def __init__(self, layers: CachedLayer, slots: Slots, target: StagedModel, extra: int = 0):
-        self._target, capacity = target, slots.capacity + extra
+    def __init__(self, layers: CachedLayer, slots: Slots, target: StagedModel, extra: int = 0, lag: int = 0):
+        self._target, self._lag, capacity = target, lag, slots.capacity + extra
         self.layout = slots.cache(layers.new_cache(capacity, slots.count))
         positions = torch.arange(capacity, device=slots.device).unsqueeze(0)
         self._rope = layers.rope(positions, torch.empty(1, dtype=target.dtype, device=slots.device))
@@ -49,6 +52,30 @@ class LayerCache:
     ) -> Sequence[torch.Tensor]:
         """Runs a function that calls the layers, as `StagedModel.run_batch` with the cache as owner."""
         return self._target.run_batch(batch, self.layout.cache, key, function, *inputs, entries=entries)
+
+    def feed(
+        self,
+        batch: Batch,
+        verified: Verified,
+        taps: Sequence[int],
+        function: Callable[..., Sequence[torch.Tensor]],
+        further: int = 0,
+    ) -> Sequence[torch.Tensor]:
+        """Runs a function that feeds the tokens that stay of a draft, over the draft's entries, as `run` does.
+
+        A sequence that keeps fewer tokens than another is fed others after its end: the next round writes there.
+
+        Args:
+            batch: as it was drafted for.
+            verified: the outcome.
+            taps: depths of the target.
+            function: of the batch, how many draft tokens stay [b], and of each tap the target's states [b, n, d] of
+                the pending token and those that stay, n being the most that any sequence has.
+            further: entries after these that the function reads or writes.
+        """
+        n = 1 + max(verified.counts)
+        states = [verified.accepted_states(verified.hidden_states[tap]) for tap in taps]
+        return self.run(batch, ("commit", n), function, verified.count, *states, entries=n + further)
 
     def arguments(
         self,
@@ -67,6 +94,9 @@ class LayerCache:
             tree: whose nodes they are, likewise.
             masked: whether they attend; if not, keys and values are only written, and there is no mask.
         """
+        if lag := self._lag:
+            lengths, seq_lens = [length - lag for length in batch.lengths], batch.seq_lens - lag
+            batch = replace(batch, lengths=lengths, _seq_lens=seq_lens)
         ctx = self.layout.place(batch, states.shape[1], offset, tree)
         return self._arguments(ctx, states, self.layout.cache, masked)
 

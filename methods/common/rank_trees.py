@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from specbench.decoding.state import Batch
 
+    LogitsOf = Callable[[int, torch.Tensor | None], torch.Tensor]
     Choose = Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
 
 Path = tuple[int, ...]
@@ -64,18 +65,19 @@ MEDUSA_TREE = grown(
         "000": 2,
     },
 )
+# The authors' tree of EAGLE-1, 25 nodes, likewise.
+EAGLE_TREE = grown(
+    4, {"0": 3, "1": 2, "2": 2, "3": 1, "00": 3, "01": 2, "02": 2, "10": 1, "000": 3, "0000": 2}
+)
 
 
-def chosen_paths(
-    named: Iterable[Sequence[int]] | None, heads: int, nodes: int | None, rows: int
-) -> list[Path]:
+def chosen_paths(named: Iterable[Sequence[int]] | None, heads: int, nodes: int | None) -> list[Path]:
     """The nodes of a tree that heads fill, one of them each level.
 
     Args:
         named: the tree that the heads' config.json names; None: the published one, as far as the heads reach.
         heads: how many there are.
         nodes: so many of them, the first ones; None: all.
-        rows: tokens that a head scores; nodes of higher ranks are left out.
 
     Raises:
         UserError: what is named is no tree, or one of more levels than heads, or has fewer nodes.
@@ -88,7 +90,7 @@ def chosen_paths(
             raise UserError(f"the tree of the heads has {deepest} levels, but there are {heads} heads")
     if nodes is not None and nodes > len(paths):
         raise UserError(f"method.nodes={nodes}: the tree of the heads has {len(paths)}")
-    return [path for path in paths[:nodes] if max(path) < rows]
+    return paths[:nodes]
 
 
 def checked_paths(named: Iterable[Sequence[int]], what: str) -> list[Path]:
@@ -178,9 +180,7 @@ class Level:
 
 
 def fill_tree(
-    levels: Sequence[Level],
-    logits_of: Callable[[int, torch.Tensor | None], torch.Tensor],
-    choose: Choose,
+    levels: Sequence[Level], logits_of: LogitsOf, choose: Choose
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Fills a tree whose leaves come last, level by level.
 
@@ -209,9 +209,20 @@ def fill_tree(
     return torch.cat([*inner, *leaves], dim=1), torch.cat(drawn, dim=1) if drawn else None
 
 
-def likeliest_of(levels: Sequence[Level], ids: Callable[[torch.Tensor], torch.Tensor]) -> Choose:
-    """For `fill_tree`: chooses the likeliest tokens of each level. ids: rows of the head -> token ids."""
-    return lambda depth, logits: (ids(levels[depth].likeliest(logits)), None)
+def fill_with_likeliest(
+    levels: Sequence[Level], logits_of: LogitsOf, ids: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """Fills a tree with the likeliest tokens of each level.
+
+    Args:
+        levels: as in `fill_tree`.
+        logits_of: likewise.
+        ids: rows of the head -> token ids.
+
+    Returns:
+        Tokens [b, k].
+    """
+    return fill_tree(levels, logits_of, lambda depth, logits: (ids(levels[depth].likeliest(logits)), None))[0]
 
 
 @cache  # without a bound: what is captured reads these tensors for as long as it is replayed
@@ -258,15 +269,28 @@ class RankTrees:
     Args:
         paths: of the nodes, those first that are drafted where there is no room for all.
         leaves_last: as in `rank_tree`.
+        levels: longer paths are left out; None: none is.
+        nodes: so many of the others at most, the first ones; None: all.
+        rows: tokens that the drafter's head scores: of these, nodes of higher ranks are left out, too; None: none is.
 
     Attributes:
-        paths: as given.
+        paths: those that are left.
         max_nodes: how many there are.
         depth: of the longest.
     """
 
-    def __init__(self, paths: Sequence[Path], leaves_last: bool = False):
-        self.paths, self._leaves_last = tuple(paths), leaves_last
+    def __init__(
+        self,
+        paths: Iterable[Sequence[int]],
+        leaves_last: bool = False,
+        *,
+        levels: int | None = None,
+        nodes: int | None = None,
+        rows: int | None = None,
+    ):
+        fitting = [tuple(path) for path in paths if levels is None or len(path) <= levels][:nodes]
+        self.paths = tuple(path for path in fitting if rows is None or max(path) < rows)
+        self._leaves_last = leaves_last
         self.max_nodes, self.depth = len(self.paths), max(map(len, self.paths))
 
     def of(self, batch: Batch) -> tuple[Tree, list[Level], int]:

@@ -11,18 +11,20 @@ from typing import TYPE_CHECKING, Any
 from transformers import Qwen3Config
 
 from methods.common.checkpoints import (
+    EMBEDDING,
+    HEAD,
     WEIGHTS,
-    check_copy,
-    check_tensors,
     check_width,
     draft_token_ids,
+    drop_copies,
+    fill,
     read_checkpoint,
+    ready,
+    sizes_trained_for,
     unknown_settings,
     write_checkpoint,
 )
 from methods.dflash.model import BlockConfig, BlockModel
-from specbench.decoding.cpu.packed_linear import pack_linears
-from specbench.decoding.device import place_weights
 from specbench.decoding.model.anatomy import check_rope
 from specbench.models.expansion import Expansion
 from specbench.system.errors import UserError
@@ -47,8 +49,6 @@ ARCHITECTURES = (FILLS_IN, SELECTS, PREDICTS, "DFlashSpeculator", "DSparkSpecula
 NESTED, LAYERS, MASK, FIGURES = "dflash_config", "target_layer_ids", "mask_token_id", "figures"
 MARKOV, ESTIMATE, WITH_MARKOV = "markov_rank", "enable_confidence_head", "confidence_head_with_markov"
 CHOICE = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")  # DFlash2's
-# The target's own, which DeepSpec's files hold, too.
-COPIES = {"embed_tokens.weight": "embedding", "lm_head.weight": "head"}
 # What must have this value, if it is there.
 FIXED = {
     "model_type": "qwen3",
@@ -94,8 +94,7 @@ def load_blocks(folder: str | Path, target: StagedModel, expansion: Expansion | 
         flat[LAYERS] = [i - 1 for i in flat[STATES]]
     if problems := [*_problems(flat)]:
         raise UserError(f"{WHAT} in '{folder}' cannot be used: config.json {'; '.join(problems)}")
-    width = target.hidden_size if expansion is None else expansion.old.hidden
-    layers = len(target.layers) if expansion is None else expansion.old.layers
+    width, layers, vocab = sizes_trained_for(target, expansion)
     check_width(folder, WHAT, flat["hidden_size"], width)
     config = _config(flat)
     taps = tuple(i + 1 for i in flat[LAYERS])
@@ -104,24 +103,21 @@ def load_blocks(folder: str | Path, target: StagedModel, expansion: Expansion | 
             f"{WHAT} in '{folder}' cannot be used: they read the states after layers {flat[LAYERS]}, the "
             f"target has {layers} layers"
         )
-    vocab = target.vocab_size if expansion is None else expansion.old.vocab
     token_ids = None
     if "d2t" in state:
         token_ids = draft_token_ids(folder, WHAT, state, config.vocab_size, vocab)
-    _drop_copies(folder, state, target, expansion, token_ids is not None)
+    # A head over a draft vocabulary is the drafting model's own.
+    copies = (EMBEDDING, HEAD) if token_ids is None else (EMBEDDING,)
+    drop_copies(folder, WHAT, state, target, expansion, copies)
     model = BlockModel(config, taps, token_ids)
-    check_tensors(folder, WHAT, state, {name: tensor.shape for name, tensor in model.state_dict().items()})
-    model.load_state_dict(state)
+    fill(folder, WHAT, model, state)
     if not 0 <= config.mask_token_id < target.embed_tokens.weight.shape[0]:
         raise UserError(
             f"{WHAT} in '{folder}' were made for another target: it has no token {config.mask_token_id}"
         )
-    if expansion is None:
-        place_weights(model, target.device, target.dtype)
-    else:
+    if expansion is not None:
         model = _expanded(model.float(), target, expansion)
-    model.eval().requires_grad_(False)
-    pack_linears(model)
+    model = ready(model, target.device, target.dtype)
     model.join()
     return model
 
@@ -202,23 +198,6 @@ def _config(flat: dict[str, Any]) -> BlockConfig:
     )
     check_rope(config)
     return config
-
-
-def _drop_copies(
-    folder: str | Path,
-    state: dict[str, torch.Tensor],
-    target: StagedModel,
-    expansion: Expansion | None,
-    own_head: bool,
-) -> None:
-    """Leaves out embedding and head, unless it is its own. Raises UserError if they are not the target's."""
-    theirs = {"embedding": target.embed_tokens.weight, "head": target.lm_head.weight}
-    for name, what in COPIES.items():
-        if own_head and what == "head":
-            continue
-        tensor = state.pop(name, None)
-        if tensor is not None and expansion is None:
-            check_copy(folder, WHAT, name, tensor, theirs[what])
 
 
 def _expanded(model: BlockModel, target: StagedModel, expansion: Expansion) -> BlockModel:

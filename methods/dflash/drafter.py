@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, cast
 import torch
 
 from methods.common.dynamic_trees import candidate_children, tree_of_marginals
-from methods.common.heads import OwnHead, chosen_at_once, chosen_in_turn, draft_head, target_ids
+from methods.common.heads import chosen_at_once, chosen_in_turn, layers_head
 from methods.common.layer_cache import LayerCache
 from methods.dflash.kinds import INDEPENDENT, MARKOV, METHODS, SELECTOR
 from specbench.decoding.cpu.packed_linear import packed_linear
@@ -22,7 +22,6 @@ from specbench.decoding.state import Batch, Draft, Prefill, SequenceState, Verif
 from specbench.decoding.tree import Tree
 from specbench.models.pairs import Pair
 from specbench.system.errors import UserError
-from specbench.system.paths import packaged
 from specbench.system.settings import Count, Probability
 
 if TYPE_CHECKING:
@@ -57,23 +56,16 @@ class BlockDrafter(Drafter):
     ):
         from methods.dflash.checkpoint import load_blocks  # late: transformers' models take seconds to import
 
-        model = load_blocks(packaged(weights), pair.staged, pair.expansion)
+        model = load_blocks(weights, pair.staged, pair.expansion)
         if (head := model.config.head) != self.joins:
             raise UserError(
                 f"the drafting model in '{weights}' is one of head={head}: set method={METHODS[head]}"
             )
         self.model = model.for_drafting(pair)
         self.taps = model.taps
-        if model.lm_head is None:
-            self.head = draft_head(pair, pair.staged, vocab_map, vocab_size)
-        elif vocab_map is None:
-            self.head = OwnHead(self.model, target_ids(pair))
-        else:
-            raise UserError(
-                f"the drafting model in '{weights}' has a head of its own, which is not trimmed: set vocab=full"
-            )
+        self.head = layers_head(pair, self.model, vocab_map, vocab_size)
         self.max_draft_tokens = max_draft_tokens or model.config.most_guesses
-        self._bytes = weight_bytes(model) - model.table_bytes + self.head.bytes
+        self._bytes = model.pass_bytes() + self.head.bytes
         self._places = self.max_draft_tokens + model.config.fills_in
 
     def open(self, slots: Slots, target: StagedModel) -> None:
@@ -81,6 +73,8 @@ class BlockDrafter(Drafter):
         self.target = target
         self._layers = LayerCache(self.model, slots, target, extra=self._places)
         self._block = all_see_all(self._places, slots.device)
+        masks = torch.full((1, self._places - 1), self.model.config.mask_token_id, device=slots.device)
+        self._masks = target.embed(masks)
 
     def begin(self, slot: int, sequence: SequenceState, prefill: Prefill) -> None:
         """Fills a slot of the cache with the prompt's states."""
@@ -91,16 +85,13 @@ class BlockDrafter(Drafter):
         """Adds the target's states of the tokens that stay, the pending one in front, over the entries of the block."""
         if all(sequence.done for sequence in batch.sequences):
             return
-        n = 1 + max(verified.counts)
 
-        def inject(batch: Batch, *states: torch.Tensor) -> list[torch.Tensor]:
-            # A sequence that keeps fewer tokens than another gets entries after its end: the next round writes there.
+        def inject(batch: Batch, _count: torch.Tensor, *states: torch.Tensor) -> list[torch.Tensor]:
             features = self.model.features(dict(zip(self.taps, states, strict=True)))
             self.model.inject(features, **self._layers.arguments(batch, features, masked=False))
             return []
 
-        states = [verified.accepted_states(verified.hidden_states[tap])[:, :n] for tap in self.taps]
-        self._layers.run(batch, ("commit", n), inject, *states, entries=n)
+        self._layers.feed(batch, verified, self.taps, inject)
 
     def _states(self, batch: Batch, k: int) -> torch.Tensor:
         """Normed states [b, k, d] of the places that guess the first k draft tokens.
@@ -108,9 +99,8 @@ class BlockDrafter(Drafter):
         The block is always a whole one: what a place guesses depends on how many there are.
         """
         config = self.model.config
-        pending = batch.last_tokens(1)
-        masks = pending.new_full((batch.size, self._places - 1), config.mask_token_id)
-        hidden = self.target.embed(torch.cat([pending, masks], dim=1))
+        pending = self.target.embed(batch.last_tokens(1))
+        hidden = torch.cat([pending, self._masks.expand(batch.size, -1, -1)], dim=1)
         states = self.model(hidden, **self._layers.arguments(batch, hidden, tree=self._block))
         return states[:, config.fills_in : config.fills_in + k]
 

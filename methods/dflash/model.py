@@ -162,13 +162,13 @@ class BlockModel(CachedLayer):
         self._joint: Joint | None = None
 
     @property
-    def table_bytes(self) -> int:
-        """Bytes of the tables of which a draft reads single rows."""
+    def tables(self) -> list[torch.Tensor]:
+        """Those of the Markov head and of the selector, by token."""
         markov, selector = self.markov_head, self.candidate_selector
-        tables = [] if markov is None else [markov.markov_w1.weight]
+        tables: list[torch.Tensor] = [] if markov is None else [markov.markov_w1.weight]
         if selector is not None:
             tables += [selector.predecessor_codebook, selector.successor_codebook]
-        return sum(table.nbytes for table in tables)
+        return tables
 
     def features(self, states: dict[int, torch.Tensor]) -> torch.Tensor:
         """The target's states [b, n, d] of each tap -> what layers make keys and values of, [b, n, d]."""
@@ -223,10 +223,10 @@ class BlockModel(CachedLayer):
             )
         return self.norm(hidden)
 
-    def logits(self, states: torch.Tensor) -> torch.Tensor:
+    def logits(self, output: torch.Tensor) -> torch.Tensor:
         """Normed states [..., d] -> logits [..., draft vocabulary] of its own head."""
         assert self.lm_head is not None
-        return self.lm_head(states)
+        return self.lm_head(output)
 
     def confidence(self, states: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
         """Normed states [..., d] and embedded tokens in front of them [..., rank] -> logits of acceptance [...]."""

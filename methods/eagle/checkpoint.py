@@ -7,10 +7,16 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from transformers import LlamaConfig
 
-from methods.common.checkpoints import WEIGHTS, check_tensors, check_width, read_checkpoint, write_checkpoint
+from methods.common.checkpoints import (
+    EMBEDDING,
+    WEIGHTS,
+    check_width,
+    fill,
+    read_checkpoint,
+    ready,
+    write_checkpoint,
+)
 from methods.eagle.model import EagleModel, eagle_config
-from specbench.decoding.cpu.packed_linear import pack_linears
-from specbench.decoding.device import place_weights
 from specbench.models.expansion import ADDED_ROW, Expansion
 from specbench.system.errors import UserError
 
@@ -21,7 +27,6 @@ if TYPE_CHECKING:
 
 WHAT = "the weights of the drafter"
 FILES = (WEIGHTS, "pytorch_model.bin")
-EMBEDDING = "embed_tokens.weight"  # a frozen copy of the target's, which is used in its place
 # A buffer that older transformers stored and newer ones compute.
 IGNORED = "layers.0.self_attn.rotary_emb.inv_freq"
 LOGIT = -128.0  # of a token that an expanded vocabulary adds
@@ -61,15 +66,10 @@ def load_eagle(
     state.pop(IGNORED, None)
     check_embedding(folder, state.pop(EMBEDDING, None), target)
     model = EagleModel(LlamaConfig(**settings | _layer_settings(settings, state)))
-    check_tensors(folder, WHAT, state, {name: tensor.shape for name, tensor in model.state_dict().items()})
-    model.load_state_dict(state)
-    if expansion is None:
-        place_weights(model, device, dtype)
-        model.eval().requires_grad_(False)
-    else:
+    fill(folder, WHAT, model, state)
+    if expansion is not None:
         model = _expanded(model.float(), target_config, device, dtype, expansion)
-    pack_linears(model)
-    return model, settings
+    return ready(model, device, dtype), settings
 
 
 def save_eagle(model: EagleModel, folder: str | Path, dtype: torch.dtype, **notes: Any) -> None:

@@ -11,23 +11,24 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from methods.common.checkpoints import (
+    EMBEDDING,
     WEIGHTS,
-    check_tensors,
     check_width,
     draft_token_ids,
+    fill,
     read_checkpoint,
+    ready,
+    sizes_trained_for,
     unknown_settings,
     write_checkpoint,
 )
 from methods.eagle3.model import Eagle3Config, Eagle3Model, default_taps
-from specbench.decoding.cpu.packed_linear import pack_linears
-from specbench.decoding.device import place_weights
 from specbench.decoding.model.anatomy import check_rope
 from specbench.models.expansion import Expansion
 from specbench.system.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from transformers import LlamaConfig
@@ -81,7 +82,7 @@ def load_eagle3(
     folder: str | Path,
     target: StagedModel,
     expansion: Expansion | None = None,
-    taps: tuple[int, ...] | None = None,
+    taps: Sequence[int] | None = None,
     rope_theta: float | None = None,
     masks: bool = False,
 ) -> Eagle3Model:
@@ -105,9 +106,7 @@ def load_eagle3(
     settings = _flat(folder, settings)
     state = {_own_name(name): tensor for name, tensor in state.items() if not name.endswith("inv_freq")}
     _check_method(folder, settings, state, masks)
-    width = target.hidden_size if expansion is None else expansion.old.hidden
-    layers = len(target.layers) if expansion is None else expansion.old.layers
-    vocab = target.vocab_size if expansion is None else expansion.old.vocab
+    width, layers, vocab = sizes_trained_for(target, expansion)
     read = _taps(folder, settings, taps, layers)
     config = _config(folder, settings, state, rope_theta, len(read))
     check_width(folder, WHAT, config.input_width, width)
@@ -116,15 +115,10 @@ def load_eagle3(
     if config.mask_token_id is not None and not 0 <= config.mask_token_id < vocab:
         raise UserError(f"{WHAT} in '{folder}' were made for another target: no token {config.mask_token_id}")
     model = Eagle3Model(config, read, token_ids)
-    check_tensors(folder, WHAT, state, {name: tensor.shape for name, tensor in model.state_dict().items()})
-    model.load_state_dict(state)
-    if expansion is None:
-        place_weights(model, target.device, target.dtype)
-    else:
+    fill(folder, WHAT, model, state)
+    if expansion is not None:
         model = _expanded(model.float(), target, expansion)
-    model.eval().requires_grad_(False)
-    pack_linears(model)
-    return model
+    return ready(model, target.device, target.dtype)
 
 
 def save_eagle3(model: Eagle3Model, folder: str | Path, dtype: torch.dtype, **figures: Any) -> None:
@@ -269,7 +263,7 @@ def _config(
 
 
 def _taps(
-    folder: str | Path, settings: dict[str, Any], requested: tuple[int, ...] | None, layers: int
+    folder: str | Path, settings: dict[str, Any], requested: Sequence[int] | None, layers: int
 ) -> tuple[int, ...]:
     """The depths to read, as `Drafter.taps`: given, or config.json's, or else the authors'.
 
@@ -279,7 +273,7 @@ def _taps(
     top, nested = settings.get(LAYER_IDS), (settings.get("eagle_config") or {}).get(LAYER_IDS)
     layer_ids = top or nested
     if requested is not None:
-        read = requested
+        read = tuple(requested)
     elif not layer_ids:
         read = default_taps(layers)
     elif top and nested and [i + 1 for i in nested] == list(top):
@@ -307,11 +301,12 @@ def _drop_embedding(
     expansion: Expansion | None,
 ) -> None:
     """Leaves out an embedding that is the target's; notes one of the drafting model's own in its config."""
-    embedding, name = state.get("embed_tokens.weight"), "embed_tokens.weight"
+    embedding = state.get(EMBEDDING)
     if embedding is None:
         if config.target_hidden_size is not None:
             raise UserError(
-                f"{WHAT} in '{folder}' do not fit: missing {name} of a drafting model that is not as wide as its target"
+                f"{WHAT} in '{folder}' do not fit: missing {EMBEDDING} of a drafting model that is not as wide as its "
+                "target"
             )
         return
     if expansion is not None:
@@ -321,10 +316,10 @@ def _drop_embedding(
         embedding.float(), theirs.detach().float().to(embedding.device), rtol=1e-2, atol=1e-3
     )
     if same:
-        del state[name]
+        del state[EMBEDDING]
     elif embedding.shape[0] < theirs.shape[0]:
         raise UserError(
-            f"{WHAT} in '{folder}' do not fit: {name} has {embedding.shape[0]} rows, the target {theirs.shape[0]}"
+            f"{WHAT} in '{folder}' do not fit: {EMBEDDING} has {embedding.shape[0]} rows, the target {theirs.shape[0]}"
         )
     else:
         config.own_embedding = True

@@ -8,11 +8,9 @@ from methods.eagle.drafter import DynamicEagle
 from specbench.decoding.drafter import Needs
 from specbench.decoding.model.cost import weight_bytes
 from specbench.models.pairs import Pair
-from specbench.system.paths import packaged
 from specbench.system.settings import Count, Natural, Positive
 
 if TYPE_CHECKING:
-    from methods.eagle3.model import Eagle3Model
     from specbench.decoding.state import Batch, Draft
 
 
@@ -48,21 +46,15 @@ class Eagle3(DynamicEagle):
     ):
         from methods.eagle3.checkpoint import load_eagle3  # late: transformers' models take seconds to import
 
-        taps = None if layers is None else tuple(layers)
-        model = load_eagle3(packaged(weights), pair.staged, pair.expansion, taps, rope_theta)
-        super().__init__(pair, model, None, nodes, width, max_draft_tokens)
+        model = load_eagle3(weights, pair.staged, pair.expansion, layers, rope_theta)
+        super().__init__(pair, model, nodes, width, max_draft_tokens)
         # A round reads once what makes features of states.
         once = [model.fc, model.fc_norm, *([model.input_norm] if model.input_norm is not None else [])]
         self._once = sum(map(weight_bytes, once))
-        self._bytes -= self._once + embedding_bytes(model)
+        self._bytes -= self._once
 
     def draft(self, batch: Batch) -> Draft:
         """Lets the tree grow level by level, and keeps its likeliest nodes."""
         draft = super().draft(batch)
         draft.bytes_read += self._once
         return draft
-
-
-def embedding_bytes(model: Eagle3Model) -> float:
-    """Bytes of an embedding of the model's own, of which a pass reads single rows."""
-    return 0.0 if model.embed_tokens is None else weight_bytes(model.embed_tokens)

@@ -120,6 +120,11 @@ class Eagle3Model(DraftingModel):
         """Token ids [b, n] -> [b, n, h]."""
         return target.embed(tokens) if self.embed_tokens is None else self.embed_tokens(tokens)
 
+    @property
+    def tables(self) -> list[torch.Tensor]:
+        """An embedding of its own."""
+        return [] if self.embed_tokens is None else [self.embed_tokens.weight]
+
     def features(self, states: dict[int, torch.Tensor]) -> torch.Tensor:
         """The target's states [b, n, d] of each tap -> g [b, n, h]."""
         return self._joined([states[tap] for tap in self.taps])

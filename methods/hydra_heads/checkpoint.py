@@ -18,11 +18,11 @@ from methods.common.checkpoints import (
     check_tensors,
     check_width,
     read_checkpoint,
+    ready,
+    sizes_trained_for,
     write_checkpoint,
 )
 from methods.hydra_heads.heads import Heads, PrefixLayer, prefix_config
-from specbench.decoding.cpu.packed_linear import pack_linears
-from specbench.decoding.device import place_weights
 from specbench.models.expansion import Expansion
 from specbench.system.errors import UserError
 
@@ -87,9 +87,7 @@ def load_heads(folder: str | Path, target: StagedModel, pair: Pair) -> tuple[Hea
     settings, state = read_checkpoint(folder, WHAT, FILES)
     _check_settings(folder, settings)
     prefixed = settings["hydra_head_arch"] == PREFIXED
-    expansion: Expansion | None = pair.expansion
-    hidden = target.hidden_size if expansion is None else expansion.old.hidden
-    vocab = target.lm_head.out_features if expansion is None else expansion.old.vocab
+    hidden, _, vocab = sizes_trained_for(target, pair.expansion)
     first = _names(prefixed, 0, 1)[0][0]
     if (weight := state.get(f"{first}.linear.weight")) is not None:
         check_width(folder, WHAT, weight.shape[0], hidden)
@@ -110,13 +108,9 @@ def load_heads(folder: str | Path, target: StagedModel, pair: Pair) -> tuple[Hea
     for name in UNUSED:
         state.pop(name, None)
     _fill(folder, heads, state)
-    if expansion is None:
-        place_weights(heads, pair.device, pair.dtype)
-    else:
+    if pair.expansion is not None:
         heads = _expanded(folder, heads, target, pair)
-    heads.eval().requires_grad_(False)
-    pack_linears(heads)
-    return heads, settings
+    return ready(heads, pair.device, pair.dtype), settings
 
 
 def _names(prefixed: bool, i: int, layers: int) -> tuple[list[str], str]:
@@ -229,7 +223,6 @@ def _expanded(folder: str | Path, heads: Heads, target: StagedModel, pair: Pair)
         if heads.layers > 1:
             wide.square[i].get_parameter("weight")[:old, :old] = heads.square[i].get_parameter("weight")
             wide.square[i].get_parameter("bias")[:old] = heads.square[i].get_parameter("bias")
-    place_weights(wide, pair.device, pair.dtype)
     if heads.prefix is not None:
         expander = Expansion(
             heads.prefix.config.to_dict(), prefix_config(target.config).to_dict(), "the prefix layer"

@@ -14,123 +14,98 @@ import torch
 
 from methods.common.heads import draft_head
 from methods.common.layer_cache import LayerCache
-from methods.common.rank_trees import RankTrees, chosen_paths, fill_tree, likeliest_of
+from methods.common.rank_trees import fill_with_likeliest
+from methods.common.state_heads import StateHeads
 from specbench.decoding.cpu.lean_modules import lean_copy
 from specbench.decoding.cpu.packed_linear import packed_linear
-from specbench.decoding.drafter import Drafter, Needs
+from specbench.decoding.drafter import Needs
 from specbench.decoding.model.cost import weight_bytes
-from specbench.decoding.state import NORMED, Batch, Draft, SequenceState, Verified
-from specbench.models.pairs import Pair
-from specbench.system.paths import packaged
-from specbench.system.settings import Count
+from specbench.decoding.state import NORMED, Batch, Prefill, SequenceState, Verified
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from methods.common.rank_trees import Level
+    from methods.hydra_heads.heads import Heads
     from specbench.decoding.model.staged_model import StagedModel
     from specbench.decoding.slots import Slots
-    from specbench.decoding.state import Prefill
+    from specbench.models.pairs import Pair
 
 
-class HydraHeads(Drafter):
+class HydraHeads(StateHeads):
     """Drafts with heads on the target's states and on the drafted tokens; see the module.
 
-    Not as published: with temperature the tree is verified by the target's own draws, which keeps its distribution; the
-    authors' "typical acceptance" does not.
-
-    Args:
-        pair: with the target.
-        weights: folder of the heads' checkpoint, with a prefix layer (Hydra++) or without (Hydra).
-        nodes: of the tree, the most frequently right ones first; None: all that config.json names. Heads without a tree
-            get the authors' of 63 nodes.
-        vocab_map: folder of a vocabulary map, for a trimmed head; see `methods.common.heads`.
-        vocab_size: the size of the trimmed head; None for all tokens of the map.
-
-    Raises:
-        UserError: the heads cannot be read, do not fit the target, or have no tree of so many nodes.
+    The folder holds heads with a prefix layer (Hydra++) or without (Hydra).
     """
 
     needs = Needs(part="hydra_heads")
-    deterministic = True
-    taps = (NORMED,)
+    leaves_last = True
+    heads: Heads
 
-    def __init__(
-        self,
-        pair: Pair,
-        weights: str,
-        nodes: Count | None = None,
-        vocab_map: str | None = None,
-        vocab_size: Count | None = None,
-    ):
+    def load(
+        self, pair: Pair, weights: str, vocab_map: str | None, vocab_size: int | None
+    ) -> tuple[int, Sequence[tuple[int, ...]] | None]:
+        """Loads the heads, and trims their own output matrices as the target's head."""
         # Late: transformers' models take seconds to import.
         from methods.hydra_heads.checkpoint import load_heads
 
-        target = pair.staged
-        loaded, settings = load_heads(packaged(weights), target, pair)
+        loaded, settings = load_heads(weights, self.target, pair)
         self.heads = lean_copy(loaded)
-        self.head = draft_head(pair, target, vocab_map, vocab_size)
-        paths = chosen_paths(settings.get("tree"), loaded.heads, nodes, self.head.rows)
-        self.trees = RankTrees(paths, leaves_last=True)
-        self.max_nodes, self.max_draft_tokens = self.trees.max_nodes, self.trees.depth
+        self.head = draft_head(pair, self.target, vocab_map, vocab_size)
         self._prefix_bytes = 0 if loaded.prefix is None else weight_bytes(loaded.prefix)
         self._outputs = [self._own_output(i) for i in range(loaded.heads)]
         squares = [weight_bytes(layer) for layer in loaded.square] or [0] * loaded.heads
         outputs = [self.head.bytes if output is None else weight_bytes(output) for output in self._outputs]
         self._level_bytes = [sum(parts) for parts in zip(map(weight_bytes, loaded.wide), squares, outputs)]
+        return loaded.heads, settings.get("tree")
 
     def open(self, slots: Slots, target: StagedModel) -> None:
         """Makes room for the state that each sequence drafts from, and for the prefix layer's keys and values."""
-        self._target = target
-        self._states = slots.tensor(target.hidden_size, dtype=target.dtype)
+        super().open(slots, target)
         if (prefix := self.heads.prefix) is not None:
             self._layer = LayerCache(prefix, slots, target)
 
     def begin(self, slot: int, sequence: SequenceState, prefill: Prefill) -> None:
         """Notes the state to draft from, in front of the first pending token."""
-        states = prefill.hidden_states[NORMED]
-        if (prefix := self.heads.prefix) is not None:
-            states = states.to(self._states.device)  # of a target that is spread over several
-            states = prefix(states, **self._layer.prompt(slot, states))
-        self._states[slot] = states[0, -1]
+        if (prefix := self.heads.prefix) is None:
+            super().begin(slot, sequence, prefill)
+            return
+        # Of a target that is spread over several devices they may be on another one.
+        states = prefill.hidden_states[NORMED].to(self._states.device)
+        self._states[slot] = prefix(states, **self._layer.prompt(slot, states))[0, -1]
 
-    def draft(self, batch: Batch) -> Draft:
-        """Fills the tree level by level, each level in one product."""
-        tree, levels, nodes = self.trees.of(batch)
+    def fill(self, batch: Batch, states: torch.Tensor, levels: Sequence[Level]) -> torch.Tensor:
+        """Tokens [b, k], each level in one product."""
+        # Of each node with children: the state, and the embeddings of the tokens from the pending one to its own.
+        read = torch.cat([states.unsqueeze(1), self.target.embed(batch.last_tokens(1))], dim=-1)
 
-        def filled(batch: Batch, states: torch.Tensor) -> list[torch.Tensor]:
-            # Of each node with children: the state, and the embeddings of the tokens from the pending one to its own.
-            read = torch.cat([states.unsqueeze(1), self._target.embed(batch.last_tokens(1))], dim=-1)
+        def logits_of(depth: int, tokens: torch.Tensor | None) -> torch.Tensor:
+            nonlocal read
+            if tokens is not None:
+                before = levels[depth - 1]
+                path = read[:, before.parents[: before.inner]]
+                read = torch.cat([path, self.target.embed(tokens)], dim=-1)
+            return self._logits(self.heads(depth, read), depth)
 
-            def logits_of(depth: int, tokens: torch.Tensor | None) -> torch.Tensor:
-                nonlocal read
-                if tokens is not None:
-                    before = levels[depth - 1]
-                    path = read[:, before.parents[: before.inner]]
-                    read = torch.cat([path, self._target.embed(tokens)], dim=-1)
-                return self._logits(self.heads(depth, read), depth)
+        return fill_with_likeliest(levels, logits_of, self.head.ids)
 
-            return [fill_tree(levels, logits_of, likeliest_of(levels, self.head.ids))[0]]
-
-        key = ("draft", nodes, len(levels))
-        drafted = self._target.run_batch(batch, self.heads, key, filled, self._states[: batch.size])
-        read = self._prefix_bytes + sum(self._level_bytes[: len(levels)])
-        return Draft(*drafted, tree=tree, bytes_read=read)
+    def draft_bytes(self, levels: int) -> float:
+        """Those of the heads of these levels, and of the prefix layer, which runs once a round."""
+        return self._prefix_bytes + sum(self._level_bytes[:levels])
 
     def commit(self, batch: Batch, verified: Verified) -> None:
         """Notes the state to draft from next, in front of the token that is pending now."""
-        states = verified.hidden_states[NORMED]
         prefix = self.heads.prefix
         if prefix is None:
-            self._states[: batch.size] = verified.last(states)
+            super().commit(batch, verified)
             return
-        # Where fewer tokens were kept than elsewhere, what follows is written over in the next round.
-        n = 1 + max(verified.counts)
 
         def feed(batch: Batch, count: torch.Tensor, states: torch.Tensor) -> list[torch.Tensor]:
             states = states.to(self._states.device)  # as above
             seen = prefix(states, **self._layer.arguments(batch, states))
             return [seen[torch.arange(batch.size, device=seen.device), count]]
 
-        inputs = verified.count, verified.accepted_states(states)[:, :n]
-        (seen,) = self._layer.run(batch, ("commit", n), feed, *inputs, entries=n)
+        (seen,) = self._layer.feed(batch, verified, self.taps, feed)
         self._states[: batch.size] = seen
 
     def _own_output(self, i: int) -> torch.nn.Module | None:

@@ -14,10 +14,8 @@ from torch import nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRMSNorm
 
-from methods.common.checkpoints import WEIGHTS, check_tensors, check_width, read_checkpoint, write_checkpoint
+from methods.common.checkpoints import WEIGHTS, check_width, fill, read_checkpoint, ready, write_checkpoint
 from methods.common.draft_layer import DraftLayer
-from specbench.decoding.cpu.packed_linear import pack_linears
-from specbench.decoding.device import place_weights
 from specbench.models.expansion import Expansion
 from specbench.system.errors import UserError
 
@@ -121,15 +119,10 @@ def load_adapter(
     check_width(folder, WHAT, settings.get("hidden_size"), width)
     adapter = Adapter(LlamaConfig(**settings))
     state.pop(IGNORED, None)
-    check_tensors(folder, WHAT, state, {name: tensor.shape for name, tensor in adapter.state_dict().items()})
-    adapter.load_state_dict(state)
-    if expansion is None:
-        place_weights(adapter, device, dtype)
-        adapter.eval().requires_grad_(False)
-    else:
+    fill(folder, WHAT, adapter, state)
+    if expansion is not None:
         adapter = _expanded(adapter.float(), target_config, device, dtype, expansion)
-    pack_linears(adapter)
-    return adapter
+    return ready(adapter, device, dtype)
 
 
 def _expanded(

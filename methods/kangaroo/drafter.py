@@ -12,14 +12,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from methods.common.heads import StopTracker, draft_head
+from methods.common.heads import StopTracker, layers_head
 from methods.common.layer_cache import LayerCache
 from specbench.decoding.drafter import Drafter, Needs
-from specbench.decoding.model.cost import weight_bytes
 from specbench.decoding.state import Batch, Draft, Prefill, Resume, SequenceState, Verified
 from specbench.models.pairs import Pair
 from specbench.system.errors import UserError
-from specbench.system.paths import packaged
 from specbench.system.settings import Count, Probability
 
 if TYPE_CHECKING:
@@ -61,17 +59,16 @@ class Kangaroo(Drafter):
     ):
         from methods.kangaroo.adapter import load_adapter  # late: transformers' models take seconds to import
 
-        loaded = load_adapter(packaged(weights), pair.target.config, pair.device, pair.dtype, pair.expansion)
+        loaded = load_adapter(weights, pair.target.config, pair.device, pair.dtype, pair.expansion)
         self.adapter = loaded.for_drafting(pair)
         exit_layer = _exit_layer(exit_layer, self.adapter, pair.target.config.num_hidden_layers)
         self.exit_layer = exit_layer
         self.taps = (exit_layer,)
         self.max_draft_tokens = max_draft_tokens
         self.confidence_threshold = confidence_threshold
-        target = pair.staged
-        self.head = draft_head(pair, target, vocab_map, vocab_size)
+        self.head = layers_head(pair, self.adapter, vocab_map, vocab_size)
         # The target's final norm is not read on the draft path, but it is some hundred numbers beside the head.
-        self._draft_bytes = weight_bytes(self.adapter) + self.head.bytes
+        self._draft_bytes = self.adapter.pass_bytes() + self.head.bytes
 
     def open(self, slots: Slots, target: StagedModel) -> None:
         """Allocates the adapter's cache."""

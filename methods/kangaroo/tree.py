@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from methods.common.dynamic_trees import next_level
 from methods.common.heads import StopTracker
 from methods.common.rank_trees import likeliest_ids
 from methods.kangaroo.drafter import Kangaroo
@@ -123,13 +124,8 @@ class KangarooTree(Kangaroo):
             followers = likeliest_ids(logits, width)
             log_probs = logits.gather(2, followers).float() - logits.float().logsumexp(-1, keepdim=True)
             scores, best = (scores.unsqueeze(2) + log_probs).flatten(1).topk(width)
-            if tree is None:
-                parents = torch.full_like(best, -1)
-            else:
-                before = tree.parents
-                parents = torch.cat([before, best // width + before.shape[1] - width], dim=1)
             ids = self.head.ids(followers.flatten(1).gather(1, best))
-            return [ids, scores, *Tree.of(parents).tensors]
+            return [ids, scores, *next_level(tree, best // width).tensors]
 
         inputs = (feed, scores) if tree is None else (feed, scores, *tree.tensors)
         key = ("draft", n, offset, width)

@@ -14,15 +14,17 @@ import torch
 from torch.nn.functional import pad
 
 from methods.common.checkpoints import (
+    HEAD,
     WEIGHTS,
     check_copy,
     check_tensors,
     check_width,
     read_checkpoint,
+    ready,
+    sizes_trained_for,
     write_checkpoint,
 )
 from methods.medusa.heads import MedusaHeads
-from specbench.decoding.device import place_weights
 from specbench.system.errors import UserError
 
 if TYPE_CHECKING:
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
 
 WHAT = "the heads"
 FILES = (WEIGHTS, "medusa_lm_head.pt", "medusa_lm_head.safetensors")
-TOKEN_MAP, HEAD = "token_map", "lm_head.weight"
+TOKEN_MAP = "token_map"
 # vLLM's names, and the authors' in their place.
 RENAMED = (
     (re.compile(r"^medusa_heads\."), ""),
@@ -63,30 +65,29 @@ def load_heads(
             or the heads were made for another target.
     """
     settings, state = read_checkpoint(folder, WHAT, FILES, lambda config: _check_no_model(folder, config))
+    width, _, vocab = sizes_trained_for(target, pair.expansion)
     ids = None
     if any(name.removeprefix("medusa_heads.").startswith("blocks.") for name in state):
-        state, ids = _from_vllm(folder, settings, state, target, pair)
-    expansion = pair.expansion
-    width = target.hidden_size if expansion is None else expansion.old.hidden
+        state, ids = _from_vllm(folder, settings, state, target, vocab)
     heads = _assembled(folder, state, width)
-    rows = _tokens(target, pair) if ids is None else len(ids)
+    rows = vocab if ids is None else len(ids)
     if heads.output is not None and heads.output.shape[1] != rows:
         raise UserError(
             f"{WHAT} in '{folder}' do not fit: they score {heads.output.shape[1]} tokens, not {rows}"
         )
-    if expansion is not None:
+    if pair.expansion is not None:
         if heads.output is not None:
             raise UserError(
-                f"the heads in '{folder}' have output matrices of their own: they cannot be expanded"
+                f"{WHAT} in '{folder}' have output matrices of their own: they cannot be expanded"
             )
-        more = expansion.new.hidden - width
-        wide = MedusaHeads(heads.heads, expansion.new.hidden)
+        more = pair.expansion.new.hidden - width
+        wide = MedusaHeads(heads.heads, width + more)
         wide.load_state_dict(
             {"weight": pad(heads.weight, (0, more, 0, more)), "bias": pad(heads.bias, (0, more))}
         )
         heads = wide
-    place_weights(heads, pair.device, pair.dtype)
-    return heads.eval().requires_grad_(False), settings, None if ids is None else ids.to(pair.device)
+    ids = None if ids is None else ids.to(pair.device)
+    return ready(heads, pair.device, pair.dtype), settings, ids
 
 
 def save_heads(heads: MedusaHeads, folder: str | Path, dtype: torch.dtype, **notes: Any) -> None:
@@ -127,7 +128,7 @@ def save_for_vllm(
     }
     state = _state(heads, "blocks.{}.layers.0.", "lm_heads.{}.")
     if heads.output is None:
-        state["lm_head.weight"] = head
+        state[HEAD] = head
     write_checkpoint(folder, settings, state, dtype)
 
 
@@ -150,22 +151,16 @@ def _check_no_model(folder: str | Path, settings: dict[str, Any]) -> None:
         )
 
 
-def _tokens(target: StagedModel, pair: Pair) -> int:
-    """How many tokens the target scores, before it was expanded."""
-    return target.lm_head.out_features if pair.expansion is None else pair.expansion.old.vocab
-
-
 def _from_vllm(
-    folder: str | Path, settings: dict[str, Any], state: State, target: StagedModel, pair: Pair
+    folder: str | Path, settings: dict[str, Any], state: State, target: StagedModel, vocab: int
 ) -> tuple[State, torch.Tensor | None]:
-    """A checkpoint in vLLM's form under the authors' keys, and its token map."""
+    """A checkpoint in vLLM's form, of a target of so many tokens, under the authors' keys; and its token map."""
     named: State = {}
     for name, tensor in state.items():
         for pattern, replacement in RENAMED:
             name = pattern.sub(replacement, name)
         named[name] = tensor
     ids = named.pop(TOKEN_MAP, None)
-    vocab = _tokens(target, pair)
     if ids is not None:
         _check_map(folder, settings, ids, vocab)
         outputs = [name for name in named if name.endswith(".1.weight") or name == HEAD]

@@ -27,7 +27,6 @@ from specbench.decoding.state import Batch, Draft, Prefill, SequenceState, Verif
 from specbench.decoding.trace import Clock
 from specbench.models.pairs import Pair, draft_of
 from specbench.system.errors import UserError
-from specbench.system.paths import packaged
 from specbench.system.settings import Count, Positive, Probability, Range
 
 if TYPE_CHECKING:
@@ -37,7 +36,63 @@ if TYPE_CHECKING:
     from specbench.decoding.slots import Slots
 
 
-class MirrorSD(Drafter):
+class BranchingDrafter(Drafter):
+    """Base of what drafts by a `Brancher`, wherever that works: the draft model, and what a brancher is made of.
+
+    Args:
+        pair: with a draft model.
+        max_draft_tokens: gamma.
+        acceptance: as in `MirrorSD`, and so are the others.
+        weights: likewise.
+        vocab_map: likewise.
+        vocab_size: likewise.
+        draft_device: likewise.
+    """
+
+    def __init__(
+        self,
+        pair: Pair,
+        max_draft_tokens: int,
+        acceptance: str,
+        weights: str | None,
+        vocab_map: str | None,
+        vocab_size: int | None,
+        draft_device: str | None = None,
+    ):
+        draft: Any = draft_of(pair)
+        if draft_device is not None:
+            draft = copy.deepcopy(draft).to(draft_device)
+        self.max_draft_tokens = max_draft_tokens
+        self.ratio = acceptance == "ratio"
+        self.deterministic = not self.ratio
+        self.model = StagedModel(draft, pair.vocab_size)
+        self.head = draft_head(pair, self.model, vocab_map, vocab_size)
+        self._pass_bytes = self.model.pass_bytes(head=False) + self.head.bytes
+        streams = None if weights is None else load_streams(weights, draft, pair.draft_expansion)
+        self._parts = draft, pair.vocab_size, self.head.vocab_size, self.head.token_ids, streams
+
+    def open(self, slots: Slots, target: StagedModel) -> None:
+        """Notes how long a sequence can get."""
+        self._capacity = slots.capacity
+
+    def _draws_of(self, sequence: SequenceState) -> tuple[float, int]:
+        """Temperature and seed of the draws for a draft; temperature 0 where it takes the likeliest tokens.
+
+        Numbers of its own: drawn from the very ones that acceptance uses, drafts would not be independent of it.
+        """
+        decoding = sequence.request.decoding
+        self._draws = self.ratio and not decoding.greedy
+        if not self._draws:
+            return 0.0, 0
+        seed = np.random.SeedSequence([sequence.request.seed, 1]).generate_state(1)[0]
+        return decoding.temperature, int(seed)
+
+    def _widened(self, probs: torch.Tensor | None) -> torch.Tensor | None:
+        """The distributions [n, rows] that a draft was drawn from -> [1, n, vocab]; None where none was drawn."""
+        return self.head.widen(probs.unsqueeze(0)) if self._draws else None  # type: ignore[union-attr] # drawn
+
+
+class MirrorSD(BranchingDrafter):
     """Drafts the next tokens during verification; see the module.
 
     Args:
@@ -96,19 +151,10 @@ class MirrorSD(Drafter):
         if not 0 <= exit_layer <= layers:
             raise UserError(f"method.exit_layer must lie between 0 and the target's {layers} layers")
         self.taps = (0,) if candidates == "draft" else (exit_layer,)
-        self.max_draft_tokens = max_draft_tokens
-        self.ratio = acceptance == "ratio"
-        self.deterministic = not self.ratio
+        super().__init__(pair, max_draft_tokens, acceptance, weights, vocab_map, vocab_size, draft_device)
         plan = Plan(max_draft_tokens, kappa, branches, positions == "first", candidates, floor)
-
-        draft: Any = draft_of(pair)
-        if draft_device is not None:
-            draft = copy.deepcopy(draft).to(draft_device)
-        self.model = StagedModel(draft, pair.vocab_size)
-        self.head = draft_head(pair, self.model, vocab_map, vocab_size)
         self.device = target.device
         exit_parts = _exit_parts(target, self.model) if candidates in ("exit", "both") else None
-        self._pass_bytes = self.model.pass_bytes(head=False) + self.head.bytes
         self._guess_bytes = sum(_bytes(module) for module in exit_parts or ())
 
         if placement == "auto":
@@ -116,12 +162,11 @@ class MirrorSD(Drafter):
         # A worker drafts while the target verifies, on cores of its own.
         self.exclusive = placement != "inline"
         self.extra_cores = {"process": draft_cores, "thread": 1, "inline": 0}[placement]
-        guessing = None if weights is None else load_streams(packaged(weights), draft, pair.draft_expansion)
-        args = (draft, pair.vocab_size, self.head.vocab_size, self.head.token_ids, exit_parts, plan, guessing)
+        args = (*self._parts, plan, exit_parts)
         if placement == "process":
             if (target.device.type, self.model.device.type) != ("cpu", "cpu"):
                 raise UserError("method.placement=process is for models on the CPU: use thread")
-            for module in (draft, *(exit_parts or ())):
+            for module in (self.model.model, *(exit_parts or ())):
                 module.share_memory() if isinstance(module, torch.nn.Module) else module.share_memory_()
             shape = {
                 "longest": target.config.max_position_embeddings,
@@ -138,8 +183,8 @@ class MirrorSD(Drafter):
             self.worker = Inline(brancher) if placement == "inline" else Thread(brancher, worker_timeout)
 
     def open(self, slots: Slots, target: StagedModel) -> None:
-        """Notes how long a sequence can get."""
-        self._capacity = slots.capacity
+        """Notes how long a sequence can get, and makes a clock."""
+        super().open(slots, target)
         self._clock = Clock(target.device)
 
     def begin(self, slot: int, sequence: SequenceState, prefill: Prefill) -> None:
@@ -147,22 +192,19 @@ class MirrorSD(Drafter):
         limit = sequence.remaining - 1
         if limit <= 0:
             return
-        temperature, seed = draws_of(sequence, self.ratio)
-        self._draws = temperature > 0
-        self.worker.begin(prefill.ids[0], self._capacity, temperature, seed)
+        self.worker.begin(prefill.ids[0], self._capacity, *self._draws_of(sequence))
         self.worker.settle(0, sequence.tokens[-1], limit)
 
     def draft(self, batch: Batch) -> Draft:
         """Waits for the draft after the last decision."""
         reply = self.worker.collect()
-        probs = None
-        if self._draws:
-            probs = self.head.widen(reply.probs.unsqueeze(0)).to(self.device)  # type: ignore[union-attr] # drawn
+        probs = self._widened(reply.probs)
         read = sum(reply.passes) * self._pass_bytes
         if reply.overlap["hit"] is not None:
             read += self._guess_bytes + self._pass_bytes  # of the guesses, and of looking ahead for them
         tokens = reply.tokens.to(self.device).unsqueeze(0)
         self._depth = min(self.max_draft_tokens, batch.sequences[0].remaining - 2)
+        probs = None if probs is None else probs.to(self.device)
         self._current = Draft(tokens, probs, bytes_read=read, stats=dict(reply.overlap))
         self._begun = self._clock.mark()
         return self._current
@@ -209,7 +251,7 @@ class StreamingMirrorSD(MirrorSD):
     needs = Needs(draft_model=True, part="streaming", batching=False, any_length=False)
 
 
-class StreamingSampling(Drafter):
+class StreamingSampling(BranchingDrafter):
     """Serial speculative sampling with the pair's part `streaming`, which guesses several tokens a pass.
 
     Args:
@@ -235,50 +277,23 @@ class StreamingSampling(Drafter):
         vocab_map: str | None = None,
         vocab_size: Count | None = None,
     ):
-        draft: Any = draft_of(pair)
-        model = StagedModel(draft, pair.vocab_size)
-        self.head = draft_head(pair, model, vocab_map, vocab_size)
-        self.max_draft_tokens = max_draft_tokens
-        self.ratio = acceptance == "ratio"
-        self.deterministic = not self.ratio
-        guessing = None if weights is None else load_streams(packaged(weights), draft, pair.draft_expansion)
-        plan = Plan(max_draft_tokens, 1, guesses="none")
-        args = (draft, pair.vocab_size, self.head.vocab_size, self.head.token_ids, None, plan, guessing)
-        self.brancher = make_brancher(*args)
-        self._pass_bytes = model.pass_bytes(head=False) + self.head.bytes
-
-    def open(self, slots: Slots, target: StagedModel) -> None:
-        """Notes how long a sequence can get."""
-        self._capacity = slots.capacity
+        super().__init__(pair, max_draft_tokens, acceptance, weights, vocab_map, vocab_size)
+        self.brancher = make_brancher(*self._parts, Plan(max_draft_tokens, 1, guesses="none"))
 
     def begin(self, slot: int, sequence: SequenceState, prefill: Prefill) -> None:
         """Prefills the draft model."""
-        temperature, seed = draws_of(sequence, self.ratio)
-        self.brancher.begin(prefill.ids[0], self._capacity, temperature, seed)
+        self.brancher.begin(prefill.ids[0], self._capacity, *self._draws_of(sequence))
         self._decision = 0, sequence.tokens[-1]
-        self._draws = temperature > 0
 
     def draft(self, batch: Batch) -> Draft:
         """Drafts after the last decision."""
         settled = self.brancher.settle(*self._decision, batch.max_draft)
-        probs = self.head.widen(settled.probs.unsqueeze(0)) if self._draws else None  # type: ignore[union-attr] # drawn
-        return Draft(settled.tokens.unsqueeze(0), probs, bytes_read=sum(settled.passes) * self._pass_bytes)
+        read = sum(settled.passes) * self._pass_bytes
+        return Draft(settled.tokens.unsqueeze(0), self._widened(settled.probs), bytes_read=read)
 
     def commit(self, batch: Batch, verified: Verified) -> None:
         """Notes the target's decision."""
         self._decision = verified.counts[0], batch.sequences[0].tokens[-1]
-
-
-def draws_of(sequence: SequenceState, ratio: bool) -> tuple[float, int]:
-    """Temperature and seed of a drafter's own draws; temperature 0 where it takes the likeliest tokens.
-
-    Numbers of its own: drawn from the very ones that acceptance uses, drafts would not be independent of it.
-    """
-    decoding = sequence.request.decoding
-    if not ratio or decoding.greedy:
-        return 0.0, 0
-    seed = np.random.SeedSequence([sequence.request.seed, 1]).generate_state(1)[0]
-    return decoding.temperature, int(seed)
 
 
 def _bytes(module: torch.nn.Module | torch.Tensor) -> int:
@@ -298,9 +313,9 @@ def make_brancher(
     vocab_size: int,
     width: int,
     token_ids: torch.Tensor | None,
-    exit_parts: tuple[Any, ...] | None,
-    plan: Plan,
     streams: torch.Tensor | None,
+    plan: Plan,
+    exit_parts: tuple[Any, ...] | None = None,
 ) -> Brancher:
     """Makes the draft's side; called in the process or thread where it works.
 
@@ -309,9 +324,9 @@ def make_brancher(
         vocab_size: ids of the tokenizer.
         width: ids of the target.
         token_ids: ids of a trimmed head; None for a whole one.
-        exit_parts: as `_exit_parts` gives them; None when nothing is guessed from an exit.
-        plan: what is drafted ahead of the target's decision.
         streams: [s, d] embeddings of stream states; None for none.
+        plan: what is drafted ahead of the target's decision.
+        exit_parts: as `_exit_parts` gives them; None when nothing is guessed from an exit.
     """
     model = StagedModel(draft, vocab_size, width)
     exit_head = None

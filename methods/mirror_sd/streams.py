@@ -9,6 +9,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from specbench.system.errors import UserError
+from specbench.system.paths import packaged
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +31,7 @@ def load_streams(
     """The embeddings of the streams of a draft model.
 
     Args:
-        folder: of the draft model.
+        folder: of the draft model, as a configuration names it.
         model: the draft model.
         expansion: how it was expanded; None if it was not.
 
@@ -40,7 +41,7 @@ def load_streams(
     Raises:
         UserError: they are not there, or another model's.
     """
-    path = Path(folder) / FILE
+    path = packaged(folder) / FILE
     if not path.is_file():
         raise UserError(
             f"there is no {FILE} in '{folder}': train it with `python -m methods.mirror_sd.train pair=...`"

@@ -12,16 +12,16 @@ from transformers import Qwen3Config
 
 from methods.common.checkpoints import (
     WEIGHTS,
-    check_copy,
-    check_tensors,
     check_width,
+    drop_copies,
+    fill,
     read_checkpoint,
+    ready,
+    sizes_trained_for,
     unknown_settings,
     write_checkpoint,
 )
 from methods.mtp.model import MtpModel
-from specbench.decoding.cpu.packed_linear import pack_linears
-from specbench.decoding.device import place_weights
 from specbench.decoding.model.anatomy import check_rope
 from specbench.decoding.state import NORMED
 from specbench.models.expansion import CONSTANT, NORM_WEIGHT, Expansion
@@ -49,8 +49,6 @@ QWEN_NAMES = {
     "norm": "final_layernorm",
 }
 PARTS = (*QWEN_NAMES.values(),)
-# The target's own, which files may hold, too.
-COPIES = ("embed_tokens.weight", "lm_head.weight")
 # What must have this value, if it is there.
 FIXED = {
     "model_type": TYPE,
@@ -92,27 +90,16 @@ def load_mtp(folder: str | Path, target: StagedModel, expansion: Expansion | Non
     flat = {**settings, **(settings.get(LAYER) or {})}
     if problems := [*_problems(flat)]:
         raise UserError(f"{WHAT} in '{folder}' cannot be used: config.json {'; '.join(problems)}")
-    check_width(
-        folder, WHAT, flat["hidden_size"], target.hidden_size if expansion is None else expansion.old.hidden
-    )
-    theirs = {"embed_tokens.weight": target.embed_tokens.weight, "lm_head.weight": target.lm_head.weight}
-    for name in COPIES:
-        copy = state.pop(name, None)
-        if copy is not None and expansion is None:
-            check_copy(folder, WHAT, name, copy, theirs[name])
+    check_width(folder, WHAT, flat["hidden_size"], sizes_trained_for(target, expansion)[0])
+    drop_copies(folder, WHAT, state, target, expansion)
     state = {_own_name(name): tensor for name, tensor in state.items()}
     # Speculators trains on the states in front of the target's final norm.
     reads = flat.get(READS) or (BEFORE if flat.get("speculators_model_type") else NORM)
     model = MtpModel(_config(flat), NORMED if reads == NORM else len(target.layers))
-    check_tensors(folder, WHAT, state, {name: tensor.shape for name, tensor in model.state_dict().items()})
-    model.load_state_dict(state)
-    if expansion is None:
-        place_weights(model, target.device, target.dtype)
-    else:
+    fill(folder, WHAT, model, state)
+    if expansion is not None:
         model = _expanded(model.float(), target)
-    model.eval().requires_grad_(False)
-    pack_linears(model)
-    return model
+    return ready(model, target.device, target.dtype)
 
 
 def save_mtp(model: MtpModel, folder: str | Path, dtype: torch.dtype, **figures: Any) -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from methods.common.heads import chosen_in_turn, draft_head
-from methods.eagle.drafter import EagleDrafter
+from methods.common.heads import chosen_in_turn
+from methods.eagle.base import EagleDrafter
 from specbench.decoding.drafter import Needs
 from specbench.decoding.state import Batch, Draft
 from specbench.models.pairs import Pair
-from specbench.system.paths import packaged
 from specbench.system.settings import Count
 
 if TYPE_CHECKING:
@@ -23,8 +22,8 @@ class Mtp(EagleDrafter):
         pair: with the target.
         weights: folder of the head's checkpoint.
         max_draft_tokens: draft length.
-        vocab_map: folder of a vocabulary map, for a trimmed head; see `methods.common.heads`.
-        vocab_size: the size of the trimmed head; None for all tokens of the map.
+        vocab_map: as in `EagleDrafter`.
+        vocab_size: as in `EagleDrafter`.
 
     Raises:
         UserError: the checkpoint cannot be read, or does not fit the target.
@@ -43,8 +42,8 @@ class Mtp(EagleDrafter):
     ):
         from methods.mtp.checkpoint import load_mtp  # late: transformers' models take seconds to import
 
-        model = load_mtp(packaged(weights), pair.staged, pair.expansion)
-        super().__init__(pair, model, draft_head(pair, pair.staged, vocab_map, vocab_size))
+        model = load_mtp(weights, pair.staged, pair.expansion)
+        super().__init__(pair, model, vocab_map, vocab_size)
         self.max_draft_tokens = max_draft_tokens
 
     def draft(self, batch: Batch) -> Draft:

@@ -11,12 +11,10 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from methods.common.heads import chosen_at_once
-from methods.eagle.drafter import EagleDrafter
-from methods.eagle3.drafter import embedding_bytes
+from methods.eagle.base import EagleDrafter
 from specbench.decoding.drafter import Needs
 from specbench.decoding.state import Batch, Draft
 from specbench.models.pairs import Pair
-from specbench.system.paths import packaged
 from specbench.system.settings import Count, Natural, Positive
 
 if TYPE_CHECKING:
@@ -44,6 +42,7 @@ class ParallelEagle(EagleDrafter):
 
     needs = Needs(part="peagle")
     deterministic = False
+    model: Eagle3Model
 
     def __init__(
         self,
@@ -55,19 +54,16 @@ class ParallelEagle(EagleDrafter):
     ):
         from methods.eagle3.checkpoint import load_eagle3  # late: transformers' models take seconds to import
 
-        taps = None if layers is None else tuple(layers)
-        loaded = load_eagle3(packaged(weights), pair.staged, pair.expansion, taps, rope_theta, masks=True)
-        super().__init__(pair, loaded)
-        self.drafting = cast("Eagle3Model", self.model)
-        self._bytes -= embedding_bytes(loaded)
+        model = load_eagle3(weights, pair.staged, pair.expansion, layers, rope_theta, masks=True)
+        super().__init__(pair, model)
         self.max_draft_tokens = self.outputs = max_draft_tokens
         self.expanded = max_draft_tokens - 1
 
     def open(self, slots: Slots, target: StagedModel) -> None:
         """Allocates the layers' cache, and notes what a mask is made of."""
         super().open(slots, target)
-        token = torch.full((1, 1), cast("int", self.drafting.config.mask_token_id), device=slots.device)
-        self._mask = self.drafting.mask_features(), self.model.embed(token, target)
+        token = torch.full((1, 1), cast("int", self.model.config.mask_token_id), device=slots.device)
+        self._mask = self.model.mask_features(), self.model.embed(token, target)
 
     def draft(self, batch: Batch) -> Draft:
         """Chooses all tokens from the outputs of the newest pass."""

@@ -61,12 +61,13 @@ class DraftModelTree(SpeculativeSampling):
         vocab_size: Count | None = None,
     ):
         super().__init__(pair, vocab_map=vocab_map, vocab_size=vocab_size)
+        rows = self.head.rows
         if shape is not None or tree is None:
             paths = shaped(SHAPE if shape is None else shape)
+            self.trees = RankTrees(paths, leaves_last=True, rows=rows)
         else:
-            deepest = max_draft_tokens or float("inf")
-            paths = [path for path in load_tree(tree) if len(path) <= deepest][:nodes]
-        self.trees = RankTrees([path for path in paths if max(path) < self.head.rows], leaves_last=True)
+            paths = load_tree(tree)
+            self.trees = RankTrees(paths, leaves_last=True, levels=max_draft_tokens, nodes=nodes, rows=rows)
         self.max_nodes, self.max_draft_tokens = self.trees.max_nodes, self.trees.depth
         self.sampling, self.deterministic = sampling, sampling == "likeliest"
         if not self.deterministic:

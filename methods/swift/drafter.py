@@ -16,6 +16,7 @@ import torch
 from methods.swift.search import LayerSearch, Skipped
 from methods.swift.sublayers import Sublayers, check_parts
 from specbench.decoding.drafter import Drafter
+from specbench.decoding.kv_cache import EMPTY, ForwardContext
 from specbench.decoding.state import Batch, Draft, SequenceState, Verified
 from specbench.models.pairs import Pair
 from specbench.system.settings import Count, Probability
@@ -23,6 +24,7 @@ from specbench.system.settings import Count, Probability
 if TYPE_CHECKING:
     import pandas as pd
 
+    from specbench.decoding.kv_cache import KVCache
     from specbench.decoding.model.staged_model import StagedModel
     from specbench.decoding.slots import Slots
     from specbench.decoding.state import Prefill
@@ -141,7 +143,7 @@ class Swift(Drafter):
         sequence = batch.sequences[i]
         start = len(sequence.request.prompt)
         ids = batch.tokens[i : i + 1, start : start + window + 1]
-        cache, ctx = batch.layout.replay(batch, i, start, window)
+        cache, ctx = replay(batch, i, start, window)
         states = model.run_layers(model.embed(ids[:, :-1]), cache, ctx)
         agreed = model.head(states).argmax(-1) == ids[:, 1:]
         self._search.tell(agreed.float().mean().item())
@@ -202,3 +204,24 @@ def _look(logits: torch.Tensor) -> tuple[torch.Tensor, list[list[float]]]:
     likely, best = logits.float().softmax(-1).topk(min(WIDEST, logits.shape[-1]))
     # One copy for both; a double holds every id.
     return best[:, :1], torch.cat([likely[:, :1].double(), best.double()], dim=1).tolist()
+
+
+def replay(batch: Batch, i: int, start: int, n: int) -> tuple[KVCache, ForwardContext]:
+    """The pass that computes known tokens of one sequence again, before a draft is placed; it changes none of them.
+
+    It writes to the entries after the sequence's end. Its tokens attend to what is before the first of them, and to
+    each other.
+
+    Args:
+        batch: the running sequences.
+        i: which of them.
+        start: position of the first token.
+        n: tokens, at most one more than a draft of this round may have.
+
+    Returns:
+        A cache of that sequence alone, and the pass.
+    """
+    held = batch.layout.held_by(batch, i)
+    end, positions = held.shape[0], torch.arange(start, start + n, device=held.device)
+    seen = torch.cat([held.masked_fill(held >= start, EMPTY), positions])
+    return batch.layout.cache.slot(i), ForwardContext(end + n, end, None, positions[None], seen[None])

@@ -1,4 +1,4 @@
-"""The device of the models: how it is prepared, and how numbers get there without a wait for it."""
+"""The device of the models: how numbers of the host get there without a wait for it."""
 
 from __future__ import annotations
 
@@ -10,28 +10,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import numpy as np
-
-
-def prepare_device(device: torch.device) -> None:
-    """Makes a GPU ready to decode on; on a CPU there is nothing to do.
-
-    It becomes the current device of this process, for whatever names none. Attention never takes cuDNN's kernels: those
-    need a plan, tens of ms of the host's time, for each new number of keys, and every decoded token is a new number.
-    That holds for the whole process, and so for transformers' generate, too.
-    """
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        torch.backends.cuda.enable_cudnn_sdp(False)
-
-
-def place_weights(module: torch.nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Moves a module to a device, and its parameters alone to a dtype.
-
-    Its buffers keep theirs: frequencies of rotary positions in bfloat16 put the cosine of position 512 wrong by 0.4.
-    """
-    module.to(device)
-    for parameter in module.parameters():
-        parameter.data = parameter.data.to(dtype)
 
 
 def on_device(

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import pkgutil
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from specbench.decoding.state import Draft
 from specbench.system.errors import UserError
-from specbench.system.settings import WRAPPED, parameters
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     import pandas as pd
@@ -65,30 +63,6 @@ class Needs:
         if not self.draft_model:
             return None
         return pair_cfg.draft if self.part is None else pair_cfg.parts.get(self.part)
-
-
-def needs_of(group: Mapping) -> Needs:
-    """What the drafter of a configuration requires, together with the drafter that it wraps, if it does.
-
-    Args:
-        group: with `_target_`; `drafter` holds the configuration of the wrapped one.
-    """
-    needs = pkgutil.resolve_name(group["_target_"]).needs
-    return needs.around(needs_of(group[WRAPPED])) if WRAPPED in group else needs
-
-
-def make_drafter(group: Mapping, **overrides: Any) -> Drafter:
-    """Makes the drafter of a configuration: that of a run, or one that another drafter wraps.
-
-    Args:
-        group: with `_target_` and parameters.
-        overrides: the pair, and parameters in place of those in `group`.
-
-    Raises:
-        UserError: as the drafter's class.
-    """
-    # Not hydra's instantiate, which would wrap what a method says is wrong.
-    return pkgutil.resolve_name(group["_target_"])(**parameters(group) | overrides)
 
 
 class Drafter:

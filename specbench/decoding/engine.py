@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Generator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,13 +30,9 @@ from specbench.system.settings import BLOCK, TYPICAL
 if TYPE_CHECKING:
     from specbench.decoding.drafter import Drafter
     from specbench.decoding.kv_cache import KVCache
-    from specbench.decoding.kv_layout import RaggedLayout
     from specbench.decoding.model.staged_model import StagedModel
 
 Rounds = Generator[int, None, list[Generation]]  # see `Engine.rounds`
-
-# Seconds of drafting, verification and the rest, bytes of drafter and target, sequences, seconds of alignment.
-Shared = tuple[float, float, float, int | None, int | None, int, float]
 
 CACHE_STEP = 256  # a cache that grows in steps is reused by most requests
 FIXED_STEP = 1024  # where what was captured is lost with every cache
@@ -43,12 +40,13 @@ FIXED_STEP = 1024  # where what was captured is lost with every cache
 
 @dataclass(slots=True)
 class Round:
-    """What the steps of a round have in common: as in `Step`.
+    """A round until its times can be read: on a GPU, once the device is done.
 
-    stats: as in `Draft`. marks: in time, around alignment, drafting, verification and the rest.
+    steps: of its sequences, by slot. draft_bytes, target_bytes: as in `Step`, NaN for None. stats: as in `Draft`.
+    marks: in time, around alignment, drafting, verification and the rest.
     """
 
-    sequences: int
+    steps: list[Step]
     draft_bytes: float
     target_bytes: float
     stats: dict[str, Any]
@@ -68,11 +66,6 @@ class Engine:
     Raises:
         UserError: the drafter cannot batch, or its drafts are longer than the target's passes are wide.
     """
-
-    _layout: RaggedLayout
-    _slots: Slots
-    _tokens: torch.Tensor
-    _uniforms: torch.Tensor | None
 
     def __init__(
         self,
@@ -151,7 +144,7 @@ class Engine:
                 self._remove_finished(held)
                 if not held:
                     break
-                rounds.append(self._round(held, len(rounds)))
+                rounds.append(self._round(held))
                 before, emitted = emitted, sum(one.emitted for one in sequences)
                 yield emitted - before
                 self._last = self.clock.mark()
@@ -164,13 +157,14 @@ class Engine:
                 if not one.ended:  # given up, or complete in a round that raised
                     self.drafter.end(slot)
         opening = self.clock.seconds(begun, opened) / len(sequences)
-        timed = [self._timed(r) for r in rounds]
-        return [self._generation(one, timed, opening) for one in sequences]
+        for done in rounds:
+            self._complete(done)
+        return [self._generation(one, opening) for one in sequences]
 
     # -- a round
 
-    def _round(self, held: list[SequenceState], number: int) -> Round:
-        """Runs one round; returns what its steps have in common."""
+    def _round(self, held: list[SequenceState]) -> Round:
+        """Runs one round."""
         clock, scheduler, layout, drafter = self.clock, self.scheduler, self._layout, self.drafter
         begun = self._last
         running = held[: self._compact_running(held)]
@@ -181,6 +175,7 @@ class Engine:
         draft = drafter.draft(batch) if batch.max_draft else Draft(self._tokens[: batch.size, :0])
         drafted = clock.mark()
         ctx = layout.place(batch, 1 + draft.tokens.shape[1], tree=draft.tree)
+        taps = drafter.taps
         states: dict[int, torch.Tensor] = {}
 
         def on_hidden(layer: int, hidden: torch.Tensor) -> None:
@@ -188,18 +183,11 @@ class Engine:
             if batch.max_draft:
                 drafter.on_hidden(layer, hidden)
 
-        taps = drafter.taps
         logits = self.target.verify(
-            batch.last_tokens(1),
-            draft,
-            layout.cache,
-            ctx,
-            taps,
-            on_hidden if taps else None,
-            drafter.overlaps_verification,
+            batch.last_tokens(1), draft, layout.cache, ctx, taps, on_hidden, drafter.overlaps_verification
         )
         verified_at = clock.mark()
-        verified = self._commit_round(batch, draft, logits, states, number)
+        verified = self._commit_round(batch, draft, logits, states)
         if batch.max_draft:
             drafter.commit(batch, verified)
         for slot, one in enumerate(running):
@@ -210,23 +198,17 @@ class Engine:
         marks = (begun, arranged, drafted, verified_at, self._last)
         # Not the draft itself: its probabilities and states would pile up until the last sequence is done.
         read = self.target.pass_bytes(layer, tokens=batch.size * (1 + draft.tokens.shape[1]))
-        return Round(batch.size, draft.bytes_read, read, stats | draft.stats, marks)
+        steps = [one.steps[-1] for one in running]
+        return Round(steps, draft.bytes_read, read, stats | draft.stats, marks)
 
     def _batch(self, running: list[SequenceState]) -> Batch:
         most = min(self.drafter.max_draft_tokens, self.scheduler.longest_draft)
         # The last place belongs to the target alone.
         wished = self.drafter.draft_limit
         limits = [min(one.remaining - 1, most, wished(slot)) for slot, one in enumerate(running)]
-        return Batch(
-            running,
-            [len(one.tokens) for one in running],
-            limits,
-            self.verify_tokens - 1,
-            self._tokens,
-            running[0].request.decoding,
-            self._layout,
-            self._uniforms,
-        )
+        lengths, nodes = [one.length for one in running], self.verify_tokens - 1
+        decoding = running[0].request.decoding
+        return Batch(running, lengths, limits, nodes, self._tokens, decoding, self._layout, self._uniforms)
 
     def _compact_running(self, held: list[SequenceState]) -> int:
         """Brings the sequences that run to the first slots of every buffer; returns their number."""
@@ -241,7 +223,7 @@ class Engine:
         return b
 
     def _commit_round(
-        self, batch: Batch, draft: Draft, logits: torch.Tensor, states: dict[int, torch.Tensor], number: int
+        self, batch: Batch, draft: Draft, logits: torch.Tensor, states: dict[int, torch.Tensor]
     ) -> Verified:
         """Brings sequences, buffers and layout up to what is accepted."""
         b, k = draft.tokens.shape
@@ -255,28 +237,20 @@ class Engine:
         counts = [fact[0] for fact in facts]
         self._layout.commit(batch, accepted.count, counts, accepted.path)
         tokens, report = [], []
-        for slot, (one, (count, *rest)) in enumerate(zip(batch.sequences, facts)):
+        for one, limit, (count, *rest) in zip(batch.sequences, batch.limits, facts):
             new_tokens, rest = truncate_at_stop(check_sampled(rest[: count + 1]), one.stop_ids), rest[1 + k :]
-            limit = batch.limits[slot]
             depth = limit if draft.tree is None else min(rest.pop(0), limit)
             drafted = k if draft.candidates is None else rest.pop(0)
             if draft.tree is None:
                 drafted = min(drafted, limit)
-            depth = min(depth, drafted)
+            depth, emitted = min(depth, drafted), len(new_tokens)
+            step = Step(drafted, min(count, emitted), emitted, depth, 0.0, 0.0, 0.0, None, None, b)
             one.tokens += new_tokens
-            one.rounds.append((number, slot, drafted, depth, min(count, len(new_tokens)), len(new_tokens)))
+            one.steps.append(step)
             tokens.append(new_tokens)
             report.append(rest)
-        return Verified(
-            logits,
-            states,
-            accepted.count,
-            accepted.path,
-            counts,
-            tokens,
-            draft,
-            None if draft.report is None else report,
-        )
+        reported = None if draft.report is None else report
+        return Verified(logits, states, accepted.count, accepted.path, counts, tokens, draft, reported)
 
     def _accept(self, batch: Batch, draft: Draft, logits: torch.Tensor) -> Accepted:
         """What is accepted of a draft, within the limits of its sequences."""
@@ -389,7 +363,7 @@ class Engine:
             self.drafter.open(self._slots, self.target)
             self._cache = cache  # last: only now does everything have this size
         self._layout = self.scheduler.layout(self._cache)
-        self._uniforms = None
+        self._uniforms: torch.Tensor | None = None
         if not requests[0].decoding.greedy:
             shape = (*self._tokens.shape, 1 + 2 * self.drafter.siblings)
             self._uniforms = torch.zeros(shape, dtype=torch.float64, device=self.target.device)
@@ -416,35 +390,29 @@ class Engine:
 
     # -- the trace
 
-    def _timed(self, done: Round) -> tuple[Shared, list[dict[str, Any]]]:
-        """What the steps of a round have in common, in the order of `Step`; and the stats of each sequence."""
-        align, drafting, verify, other = (
-            self.clock.seconds(a, z) / done.sequences for a, z in zip(done.marks, done.marks[1:])
-        )
+    def _complete(self, done: Round) -> None:
+        """Notes in the steps of a round what they have in common, and the stats of each."""
+        b = len(done.steps)
+        align, drafting, verify, other = (self.clock.seconds(a, z) / b for a, z in pairwise(done.marks))
         if not self._layout.aligns:
             align, other = 0.0, align + other
-        each: list[dict[str, Any]] = [{} for _ in range(done.sequences)]
+        for step in done.steps:
+            step.draft_seconds, step.verify_seconds = drafting, verify
+            step.other_seconds, step.align_seconds = other, align
+            step.draft_bytes, step.target_bytes = counted(done.draft_bytes), counted(done.target_bytes)
         for name, value in done.stats.items():
             if isinstance(value, tuple):
                 value = self.clock.seconds(*value)
             elif isinstance(value, torch.Tensor):
                 value = value.tolist()
-            for slot, stats in enumerate(each):
-                stats[name] = value[slot] if isinstance(value, list) else value
-        read = counted(done.draft_bytes), counted(done.target_bytes)
-        return (drafting, verify, other, *read, done.sequences, align), each
+            for slot, step in enumerate(done.steps):
+                step.stats[name] = value[slot] if isinstance(value, list) else value
 
-    def _generation(
-        self, one: SequenceState, timed: list[tuple[Shared, list[dict[str, Any]]]], opening: float
-    ) -> Generation:
-        steps = []
-        for number, slot, drafted, depth, accepted, emitted in one.rounds:
-            shared, stats = timed[number]
-            steps.append(Step(drafted, accepted, emitted, depth, *shared, stats[slot]))
+    def _generation(self, one: SequenceState, opening: float) -> Generation:
         prefill = opening + self.clock.seconds(*one.prefill)
         finish = "stop" if one.tokens[-1] in one.stop_ids else "length"
-        spent = sum(step.seconds for step in steps)
-        return Generation(one.new_tokens, prefill, prefill + spent, finish, steps)
+        spent = sum(step.seconds for step in one.steps)
+        return Generation(one.new_tokens, prefill, prefill + spent, finish, one.steps)
 
 
 def exhaust(rounds: Rounds) -> list[Generation]:

@@ -7,6 +7,7 @@ what was not accepted is overwritten. An accepted tree path is one gather over a
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -62,9 +63,6 @@ class ForwardContext:
 class KVCache:
     """Keys and values of attention layers for several sequences, each of which has a slot.
 
-    `segments` are tensors [layers, 2, slots, capacity, kv_heads, head_dim], one for each run of layers that follow one
-    another on one device: what a token adds is contiguous.
-
     Args:
         devices: the device of each layer.
         kv_heads: heads of keys and values.
@@ -72,6 +70,14 @@ class KVCache:
         slots: sequences that fit.
         capacity: positions that fit into each slot.
         dtype: of keys and values.
+
+    Attributes:
+        segments: tensors [layers, 2, slots, capacity, kv_heads, head_dim], one for each run of layers that follow one
+            another on one device: what a token adds is contiguous.
+        layers: how many there are, on all devices.
+        slots: as given.
+        capacity: as given.
+        device: of the first layer.
     """
 
     def __init__(
@@ -86,31 +92,13 @@ class KVCache:
         shape = (2, slots, capacity, kv_heads, head_dim)
         runs = ((device, len(list(run))) for device, run in groupby(devices))
         self.segments = [torch.zeros(layers, *shape, device=device, dtype=dtype) for device, layers in runs]
-
-    @property
-    def layers(self) -> int:
-        """Layers, of all devices."""
-        return sum(segment.shape[0] for segment in self.segments)
-
-    @property
-    def slots(self) -> int:
-        """Sequences that fit."""
-        return self.segments[0].shape[2]
-
-    @property
-    def capacity(self) -> int:
-        """Positions that fit into each slot."""
-        return self.segments[0].shape[3]
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the first layer."""
-        return self.segments[0].device
+        self.layers, self.slots, self.capacity = len(devices), slots, capacity
+        self.device = self.segments[0].device
 
     def slot(self, slot: int) -> KVCache:
         """A slot as a cache of its own, to prefill it. It shares the memory."""
-        cache = KVCache.__new__(KVCache)
-        cache.segments = [segment[:, :, slot : slot + 1] for segment in self.segments]
+        cache = copy(self)
+        cache.segments, cache.slots = [segment[:, :, slot : slot + 1] for segment in self.segments], 1
         return cache
 
     def begin_pass(self, lo: int, hi: int, ctx: ForwardContext, b: int, n: int) -> None:
@@ -171,7 +159,7 @@ class KVCache:
         """
         b, width = order.shape
         for segment in self.segments:
-            index = self._indices(order).to(segment.device)
+            index = self.indices(order).to(segment.device)
             for layer in segment:
                 moved = layer.flatten(1, 2).index_select(1, index)
                 layer[:, :b, :width] = moved.view(2, b, width, *layer.shape[3:])
@@ -185,10 +173,10 @@ class KVCache:
         """
         for segment in self.segments:
             flat = segment.flatten(0, 1).flatten(1, 2)
-            moved = flat.index_select(1, self._indices(sources).to(segment.device))
-            flat.index_copy_(1, self._indices(destinations).to(segment.device), moved)
+            moved = flat.index_select(1, self.indices(sources).to(segment.device))
+            flat.index_copy_(1, self.indices(destinations).to(segment.device), moved)
 
-    def _indices(self, entries: torch.Tensor) -> torch.Tensor:
+    def indices(self, entries: torch.Tensor) -> torch.Tensor:
         """Entries [b, n] of the first b slots -> indices [b * n] into all entries of a layer."""
         if entries.shape[0] == 1:
             return entries[0]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from specbench.decoding.device import on_device, span
-from specbench.decoding.kv_cache import EMPTY, ForwardContext, KVCache
+from specbench.decoding.kv_cache import ForwardContext, KVCache
 
 if TYPE_CHECKING:
     from specbench.decoding.tree import Tree
@@ -60,12 +60,9 @@ class RaggedLayout:
             tree: whose nodes follow the pending token; None where tokens follow one another. The pass is of n of them
                 from `offset` on, the pending token being 0; those in front of them were placed earlier in this round.
         """
-        lengths = batch.lengths
-        start = longest = lengths[0] - 1 + offset
-        if batch.kv_bucket is not None:
-            start, longest = -1, batch.kv_bucket - n  # the positions are known on the device alone
-        elif len(lengths) > 1:
-            start, longest = min(lengths) - 1 + offset, max(lengths) - 1 + offset
+        start, longest = min(batch.lengths) - 1 + offset, max(batch.lengths) - 1 + offset
+        if batch.kv_bucket is not None:  # the positions are known on the device alone
+            start, longest = -1, batch.kv_bucket - n
         if tree is None and start == longest:
             return ForwardContext.consecutive(start, n)
         kv_len = longest + n
@@ -73,14 +70,12 @@ class RaggedLayout:
             return self.place_at(batch.seq_lens - 1 + offset, n, kv_len)
         # Of a tree the entries are consecutive, the positions are not.
         held = self._entries[:, :kv_len]
-        there, b = offset + n, len(lengths)
+        there, b = offset + n, len(batch.lengths)
         positions = batch.seq_lens.unsqueeze(1) - 1 + tree.offsets()[:, :there]
         visible = tree.visible[:, offset:there, :there]
         if start == longest:
-            tree_positions = positions[: tree.depths.shape[0]]
-            held = torch.cat(
-                [held[:, : start - offset].expand(tree_positions.shape[0], -1), tree_positions], dim=1
-            )
+            in_front, of_trees = held[:, : start - offset], positions[: tree.depths.shape[0]]
+            held = torch.cat([in_front.expand(of_trees.shape[0], -1), of_trees], dim=1)
             return ForwardContext(kv_len, start, None, positions[:, offset:], held, visible)
         # The trees begin at different entries: what each token sees of all of them is written out.
         of_tree = span(batch.seq_lens - 1, there)
@@ -88,9 +83,8 @@ class RaggedLayout:
         sees = self._entries[:, :kv_len] < (batch.seq_lens - 1).unsqueeze(1)
         sees = sees.unsqueeze(1).expand(b, n, kv_len)
         sees = sees.scatter(2, of_tree.unsqueeze(1).expand(b, n, there), visible.expand(b, n, there))
-        return ForwardContext(
-            kv_len, self._write_index(of_tree[:, offset:]), None, positions[:, offset:], held, sees
-        )
+        write_index = self.cache.indices(of_tree[:, offset:])
+        return ForwardContext(kv_len, write_index, None, positions[:, offset:], held, sees)
 
     def place_at(self, starts: torch.Tensor, n: int, kv_len: int) -> ForwardContext:
         """The pass of `n` tokens that follow one another from the position `starts` [b] of each sequence on.
@@ -100,34 +94,10 @@ class RaggedLayout:
             n: tokens of each sequence.
             kv_len: a bound on all positions, exclusive.
         """
-        positions = span(starts, n)
-        return ForwardContext(
-            kv_len, self._write_index(positions), None, positions, self._entries[:, :kv_len]
-        )
+        positions, held = span(starts, n), self._entries[:, :kv_len]
+        return ForwardContext(kv_len, self.cache.indices(positions), None, positions, held)
 
-    def replay(self, batch: Lengths, i: int, start: int, n: int) -> tuple[KVCache, ForwardContext]:
-        """The pass that computes known tokens of one sequence again, before a draft is placed; it changes none of them.
-
-        It writes to the entries after the sequence's end. Its tokens attend to what is before the first of them, and
-        to each other.
-
-        Args:
-            batch: the running sequences.
-            i: which of them.
-            start: position of the first token.
-            n: tokens, at most one more than a draft of this round may have.
-
-        Returns:
-            A cache of that sequence alone, and the pass.
-        """
-        held = self._held_by(batch, i)
-        end, positions = held.shape[0], torch.arange(start, start + n, device=held.device)
-        seen = torch.cat([held.masked_fill(held >= start, EMPTY), positions])
-        return self.cache.slot(i), ForwardContext(
-            end + n, end, None, positions.unsqueeze(0), seen.unsqueeze(0)
-        )
-
-    def _held_by(self, batch: Lengths, i: int) -> torch.Tensor:
+    def held_by(self, batch: Lengths, i: int) -> torch.Tensor:
         """[end] the position that each entry of a sequence holds, up to the first entry of this round."""
         return self._entries[0, : batch.lengths[i] - 1]
 
@@ -154,7 +124,3 @@ class RaggedLayout:
         """Copies whole slots, of sequences of fewer than `kv_len` tokens, all at once."""
         both = on_device([sources, destinations], self.cache.device)
         self.cache.copy_slots(both[0], both[1], kv_len)
-
-    def _write_index(self, entries: torch.Tensor) -> torch.Tensor:
-        slots = torch.arange(entries.shape[0], device=entries.device).unsqueeze(1)
-        return (slots * self.cache.capacity + entries).flatten()

@@ -14,7 +14,8 @@ import torch
 from specbench.system.errors import UserError
 from specbench.system.settings import TOKEN
 
-TARGET, ACCEPT, DRAFT = range(3)  # what a number is for: the target's draw, acceptance, the drafter's draw
+# What a number is for: the target's draw, acceptance; the drafter's draws come after them.
+TARGET, ACCEPT = range(2)
 NOT_DRAWN = -1  # in place of a token, where there was no distribution to draw it from
 
 
@@ -43,9 +44,7 @@ class SamplingParams:
         return torch.softmax(logits.float() / self.temperature, dim=-1)
 
     def select(
-        self,
-        logits: torch.Tensor,
-        uniforms: torch.Tensor | None,
+        self, logits: torch.Tensor, uniforms: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Chooses a token from each row of logits.
 
@@ -75,7 +74,7 @@ def position_draws(seed: int, positions: int, siblings: int, device: torch.devic
 
     Returns:
         [positions, 1 + 2 * siblings] float64 in [0, 1): `TARGET`, then `ACCEPT` of each sibling, then the drafter's of
-        each sibling (`DRAFT` of a chain). The first column is the same whatever the drafter.
+        each sibling. The first column is the same whatever the drafter.
     """
     generator = torch.Generator(device).manual_seed(seed)
 

@@ -33,9 +33,8 @@ class Scheduler:
         self.slots = batch_size  # sequences that are held at once
         self.longest_draft = sys.maxsize
         if token_budget is not None:
-            require_at_least(
-                batch_size, token_budget=token_budget
-            )  # the pending token of every sequence is verified
+            # The pending token of every sequence is verified.
+            require_at_least(batch_size, token_budget=token_budget)
             self.longest_draft = token_budget // batch_size - 1
         # Its own numbers for the round that it has chosen the sequences of, as in `Draft`.
         self.stats: dict[str, Any] = {}

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from specbench.decoding.kv_layout import RaggedLayout
     from specbench.decoding.sampling import SamplingParams
-    from specbench.decoding.trace import Timestamp
+    from specbench.decoding.trace import Step, Timestamp
 
 UNKNOWN = 2**62  # a length on the host, where it is known on the device alone: whatever reads it fails
 NORMED = -1  # among taps: the output of the final norm
@@ -47,7 +47,7 @@ class SequenceState:
         request: what to decode.
         stop_ids: token ids that end it.
         tokens: the prompt and all new tokens; the last one is pending: no layer of the target has processed it.
-        rounds: (round, slot, drafted, depth, accepted, emitted) for each round that it took part in.
+        steps: of each round that it took part in; their times and bytes are noted once every sequence is done.
         prefill: marks in time around its prefill.
         ended: whether the drafter knows that it is complete.
     """
@@ -56,7 +56,7 @@ class SequenceState:
     request: Request
     stop_ids: frozenset[int]
     tokens: list[int] = field(default_factory=list)
-    rounds: list[tuple[int, int, int, int, int, int]] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
     prefill: tuple[Timestamp, ...] = ()
     ended: bool = False
 
@@ -200,13 +200,14 @@ class Verified:
     report: list[list[int]] | None = None
 
     def accepted_states(self, states: torch.Tensor) -> torch.Tensor:
-        """States or logits [b, 1 + k, d] with those of the pending token and the accepted nodes in front, in order.
+        """Of states or logits [b, 1 + k, d] those of the pending token and the accepted nodes [b, 1 + m, d], in order.
 
-        Of sequence i the first 1 + counts[i] are of use.
+        m is the most that any sequence has accepted: of sequence i the first 1 + counts[i] are of use.
         """
+        most = max(self.counts)
         if self.path is None:
-            return states
-        nodes = torch.nn.functional.pad(self.path.clamp(max=self.path.shape[1] - 1) + 1, (1, 0))
+            return states[:, : 1 + most]
+        nodes = torch.nn.functional.pad(self.path[:, :most].clamp(max=self.path.shape[1] - 1) + 1, (1, 0))
         return states.gather(1, nodes.unsqueeze(-1).expand(-1, -1, states.shape[-1]))
 
     def last(self, states: torch.Tensor) -> torch.Tensor:

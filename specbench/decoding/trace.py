@@ -12,9 +12,9 @@ import torch
 Timestamp = Any  # seconds on a CPU, a torch.cuda.Event on a GPU: a `Clock` makes only one kind
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Step:
-    """One draft-verify round.
+    """One draft-verify round of a sequence. Its times are noted once the clock can be read, see `Clock`.
 
     Attributes:
         drafted: draft tokens handed to verification (all nodes of a tree). None: another engine does not tell it.

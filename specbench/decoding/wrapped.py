@@ -21,7 +21,7 @@ class WrappedDrafter(Drafter):
     `describe` belong to classes: a run asks those of the outer and of the inner class, see `metrics.method_stats`.
 
     Args:
-        inner: the drafter that is wrapped; see `drafter.make_drafter`.
+        inner: the drafter that is wrapped; see `config.spec.make_drafter`.
 
     Attributes:
         inner: as given. The other attributes of a `Drafter` are copied from it; a subclass sets those that differ.

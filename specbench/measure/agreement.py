@@ -17,9 +17,10 @@ import torch
 
 from specbench.decoding.cpu.grouped_attention import attending
 from specbench.decoding.model import fixed_shape
-from specbench.decoding.model.anatomy import drivable, name_of
+from specbench.decoding.model.anatomy import drivable
 from specbench.decoding.model.graphs import GraphRunner
 from specbench.decoding.state import Draft
+from specbench.models.pairs import name_of
 from specbench.system.errors import UserError
 
 if TYPE_CHECKING:

@@ -157,7 +157,7 @@ class VariableLength(WrappedDrafter):
     def commit(self, batch: Batch, verified: Verified) -> None:
         """Tells the rule what was accepted of what was drafted, if anything was."""
         for slot, sequence in enumerate(batch.sequences):
-            *_, depth, accepted, _ = sequence.rounds[-1]
-            if depth:
-                self._lengths[slot] = self.rule.next_length(depth, accepted, self._counts[slot])
+            last = sequence.steps[-1]
+            if last.depth:
+                self._lengths[slot] = self.rule.next_length(last.depth, last.accepted, self._counts[slot])
         super().commit(batch, verified)

@@ -24,8 +24,7 @@ from huggingface_hub.errors import (
 )
 from safetensors import SafetensorError
 
-from specbench.decoding.device import place_weights, prepare_device
-from specbench.decoding.model.graphs import Options, compiles, set_options
+from specbench.decoding.model.graphs import Options, set_options
 from specbench.models.expansion import Expansion, embedded, expand_model, expansion_of
 from specbench.models.gguf import converted, gguf_file, is_gguf, source_of
 from specbench.models.names import local_folder
@@ -45,6 +44,7 @@ if TYPE_CHECKING:
     from specbench.decoding.model.staged_model import StagedModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+SWITCH = "SPECBENCH_COMPILE"  # an environment variable; 0: layers on a CPU are compiled where that is asked for alone
 # Any of these makes a tokenizer; tokenizer_config.json alone does not.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 # For models made from their shape alone: real text in real proportions, within every vocabulary that we know of.
@@ -305,6 +305,38 @@ def choose_device(name: str) -> torch.device:
         )
     # With its number: torch takes no other for the current device.
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+
+
+def prepare_device(device: torch.device) -> None:
+    """Makes a GPU ready to decode on; on a CPU there is nothing to do.
+
+    It becomes the current device of this process, for whatever names none. Attention never takes cuDNN's kernels: those
+    need a plan, tens of ms of the host's time, for each new number of keys, and every decoded token is a new number.
+    That holds for the whole process, and so for transformers' generate, too.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def place_weights(module: torch.nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Moves a module to a device, and its parameters alone to a dtype.
+
+    Its buffers keep theirs: frequencies of rotary positions in bfloat16 put the cosine of position 512 wrong by 0.4.
+    """
+    module.to(device)
+    for parameter in module.parameters():
+        parameter.data = parameter.data.to(dtype)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """A dtype as the configuration names it, such as "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def compiles(setting: bool | None, device: torch.device) -> bool:
+    """Whether a pair's models are compiled, by its setting `compile`: if that is null, on a CPU alone."""
+    return device.type == "cpu" and os.environ.get(SWITCH) != "0" if setting is None else setting
 
 
 def find_stop_ids(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 NORMS = ("norm", "final_layer_norm", "final_layernorm")  # what families call the norm in front of the head
 CACHES = ("past_key_values", "layer_past")  # what layers call the cache
+POSITIONS = ("rotary_emb", "embed_positions")  # the angles of positions, or their embeddings
 EMBEDDING_SCALE = "embedding_multiplier"  # a config's factor of token embeddings that their module leaves out
 # What a config can ask to be done with the products of states and head, by the name of the number in it.
 LOGIT_STEPS: dict[str, Callable[[torch.Tensor, float], torch.Tensor]] = {
@@ -54,15 +55,7 @@ def drivable(model: PreTrainedModel) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError:
         raise
-    except (
-        TypeError,
-        AttributeError,
-        RuntimeError,
-        ValueError,
-        IndexError,
-        KeyError,
-        NotImplementedError,
-    ) as error:
+    except (TypeError, AttributeError, RuntimeError, ValueError, LookupError) as error:
         raise UserError(
             f"model type '{model.config.model_type}' cannot be driven layer by layer: {one_line(error)}"
         ) from error
@@ -76,11 +69,8 @@ def check_rope(config: PretrainedConfig) -> None:
     batch those of all others: no answer would equal that of autoregressive decoding.
     """
     rope = getattr(config, "rope_parameters", None) or {}
-    kinds = [
-        rope,
-        *(part for part in rope.values() if isinstance(part, dict)),
-    ]  # some keep one for each layer type
-    for kind in kinds:
+    # Some keep one for each layer type.
+    for kind in (rope, *(part for part in rope.values() if isinstance(part, dict))):
         if (name := kind.get("rope_type", "default")) not in STATIC_ROPE:
             raise UserError(
                 f"model type '{config.model_type}' has rotary positions of type '{name}', whose angles may change with "
@@ -114,8 +104,3 @@ def device_of(module: torch.nn.Module) -> torch.device:
     hook = getattr(module, "_hf_hook", None)
     device = getattr(hook, "execution_device", None)
     return next(module.parameters()).device if device is None else torch.device(device)
-
-
-def name_of(dtype: torch.dtype) -> str:
-    """A dtype as the configuration names it, such as "bfloat16"."""
-    return str(dtype).removeprefix("torch.")

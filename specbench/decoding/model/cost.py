@@ -17,9 +17,8 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_expe
 
 def weight_bytes(module: torch.nn.Module) -> int:
     """Bytes of a module's weights as they are stored: parameters, buffers, and what a quantised layer saves beside."""
-    saved = {
-        id(value): value for value in module.state_dict(keep_vars=True).values()
-    }  # a tied one counts once
+    # By identity: a tied one counts once.
+    saved = {id(value): value for value in module.state_dict(keep_vars=True).values()}
     return sum(_stored_bytes(value) for value in saved.values() if isinstance(value, torch.Tensor))
 
 

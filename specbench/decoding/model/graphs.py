@@ -8,7 +8,6 @@ be an input.
 from __future__ import annotations
 
 import gc
-import os
 import threading
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -45,12 +44,6 @@ class Options:
 
 
 DEFAULT = Options()
-SWITCH = "SPECBENCH_COMPILE"  # an environment variable; 0: layers on a CPU are compiled where that is asked for alone
-
-
-def compiles(setting: bool | None, device: torch.device) -> bool:
-    """Whether a pair's models are compiled, by its setting `compile`: if that is null, on a CPU alone."""
-    return device.type == "cpu" and os.environ.get(SWITCH) != "0" if setting is None else setting
 
 
 def set_options(model: torch.nn.Module, options: Options) -> None:

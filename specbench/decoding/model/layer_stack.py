@@ -2,60 +2,80 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from specbench.decoding.cpu.compiled_layers import CompiledLayer
-from specbench.decoding.cpu.grouped_attention import fold_mask
+from specbench.decoding.cpu.grouped_attention import fold_mask, grouped_attention_config
+from specbench.decoding.cpu.lean_modules import lean_copy
+from specbench.decoding.cpu.native import has_kernel
+from specbench.decoding.model.anatomy import CACHES, POSITIONS, Kind, device_of, window_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from specbench.decoding.kv_cache import ForwardContext, KVCache
-    from specbench.decoding.model.anatomy import Kind
+
+
+def ignore(layer: int, hidden: torch.Tensor) -> None:
+    """What is done with the states at a tap where nobody wants them."""
 
 
 class LayerStack:
     """The layers of a model.
 
     Args:
+        decoder: a family's own module that they are in.
+        config: of it.
+        captured: whether passes are captured.
+        compiled: whether short passes go through compiled layers, where there are kernels for these.
+        like: has the dtype and the device of the states.
+
+    Attributes:
         layers: as `lean_copy` makes them.
         kinds: of each layer.
+        kinds_there: each kind once.
         devices: of each layer.
-        rotary: gives the angles of positions; None where positions are learned.
-        learned: gives embeddings of positions; None where they are rotary.
-        last_position: the last one that `learned` has.
-        cache_name: what layers call the cache.
+        kv_heads: heads of keys and values.
+        head_dim: width of a head.
         groups: query heads that share keys and get one mask; 1 where each gets its own.
         implied_masks: whether the attention kernel is causal without a mask, in an empty cache.
-        like: has the dtype and the device of the states.
+        rotary: gives the angles of positions; None where positions are learned.
+        learned: gives embeddings of positions; None where they are rotary.
+        compiled: each layer as one function; None where they are not compiled.
+        angles: cosines and sines [1, positions, rotary_dim], of each table of angles.
     """
 
-    def __init__(
-        self,
-        layers: Sequence[torch.nn.Module],
-        kinds: Sequence[Kind],
-        devices: list[torch.device],
-        rotary: Any,
-        learned: Any,
-        last_position: int,
-        cache_name: str,
-        groups: int,
-        implied_masks: bool,
-        like: torch.Tensor,
-    ):
-        self.layers, self.kinds, self.devices = [*layers], [*kinds], devices
-        self.kinds_there = tuple(dict.fromkeys(kinds))
-        self.rotary, self.learned, self.last_position = rotary, learned, last_position
-        self.cache_name, self.groups, self.implied_masks = cache_name, groups, implied_masks
-        self.like = like
-        self.compiled: list[CompiledLayer] | None = None  # each as one function, see `compile`
+    def __init__(self, decoder: Any, config: Any, captured: bool, compiled: bool, like: torch.Tensor):
+        layers, heads = decoder.layers, config.num_attention_heads
+        positions: list[Any] = [getattr(decoder, name, None) for name in POSITIONS]
+        self.rotary, self.learned = positions
+        self.last_position, self.like = config.max_position_embeddings - 1, like
+        self.kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        # Without a mask torch's attention is causal in an empty cache; the families' own code is not.
+        self.implied_masks = config._attn_implementation == "sdpa"
+        # Without graphs, most passes on CUDA have no mask; with them all do.
+        grouped = heads > self.kv_heads and (captured or like.device.type == "cpu")
+        # 1 where attention gets a mask as transformers does.
+        self.groups = heads // self.kv_heads if grouped and self.implied_masks else 1
+        short_passes = self.groups > 1 or (self.implied_masks and has_kernel(like.device, like.dtype))
+        attention = grouped_attention_config(config) if short_passes else None
+        types = getattr(config, "layer_types", None) or [None] * len(layers)
+        windows = [window_of(config, i) for i in range(len(layers))]
+        typed = self.rotary is not None and "layer_type" in signature(self.rotary.forward).parameters
+        self.kinds: list[Kind] = [(w, t if typed else None) for w, t in zip(windows, types, strict=True)]
+        self.kinds_there = tuple(dict.fromkeys(self.kinds))
+        self.layers = [lean_copy(layer, attention) for layer in layers]
+        self.devices = [device_of(layer) for layer in layers]
+        takes = signature(layers[0].forward).parameters
+        self.cache_name = next(name for name in CACHES if name in takes)
+        self.compiled: list[CompiledLayer] | None = None
+        if compiled and has_kernel(like.device, like.dtype):
+            self.compiled = [CompiledLayer(layer, self.cache_name) for layer in self.layers]
         self.angles: dict[str | None, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def compile(self) -> None:
-        """Has short passes go through compiled layers, on a CPU."""
-        self.compiled = [CompiledLayer(layer, self.cache_name) for layer in self.layers]
 
     @property
     def is_compiled(self) -> bool:
@@ -71,7 +91,7 @@ class LayerStack:
         hi: int,
         masks: Sequence[torch.Tensor | None] | None = None,
         taps: Sequence[int] = (),
-        on_hidden: Callable[[int, torch.Tensor], None] | None = None,
+        on_hidden: Callable[[int, torch.Tensor], None] = ignore,
     ) -> torch.Tensor:
         """Runs layers [lo, hi) over states [b, n, d]. Their angles must have been made, see `make_angles`.
 
@@ -100,7 +120,7 @@ class LayerStack:
         layers: Sequence[Any] = self.layers if self.compiled is None else self.compiled
         stages = zip(layers[lo:hi], self.kinds[lo:hi], self.devices[lo:hi])
         for i, (layer, kind, device) in enumerate(stages, lo):
-            if i in taps and on_hidden is not None:
+            if i in taps:
                 on_hidden(i, hidden)
             if device != current:  # of a target that is spread over several
                 hidden, current = hidden.to(device), device

@@ -9,42 +9,19 @@ another anatomy is refused instead of being measured wrongly. Draft models are d
 from __future__ import annotations
 
 import copy
-import math
-from inspect import signature
 from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from specbench.decoding.cpu.grouped_attention import SHORT, grouped_attention_config
+from specbench.decoding.cpu.grouped_attention import SHORT
 from specbench.decoding.cpu.lean_modules import lean_copy
-from specbench.decoding.cpu.native import has_kernel
 from specbench.decoding.cpu.packed_linear import pack_linears
 from specbench.decoding.kv_cache import ForwardContext, KVCache
-from specbench.decoding.model import fixed_shape
-from specbench.decoding.model.anatomy import (
-    CACHES,
-    EMBEDDING_SCALE,
-    NORMS,
-    Kind,
-    check_rope,
-    device_of,
-    drivable,
-    finished,
-    logit_steps,
-    window_of,
-)
+from specbench.decoding.model import anatomy, fixed_shape
 from specbench.decoding.model.cost import EXPERTS, Experts, experts_of, experts_wait, weight_bytes
-from specbench.decoding.model.fixed_shape import (
-    kv_bucket,
-    materialize,
-    rounded_up,
-    segments,
-    widened,
-    without_lone_query,
-)
 from specbench.decoding.model.graphs import EagerRunner, GraphRunner, is_within, options_of
-from specbench.decoding.model.layer_stack import LayerStack
+from specbench.decoding.model.layer_stack import LayerStack, ignore
 from specbench.decoding.state import NORMED, Draft, Prefill
 from specbench.system.errors import UserError
 
@@ -91,17 +68,17 @@ class StagedModel:
     ):
         self.model = model
         self.config = model.config.get_text_config()
-        with drivable(model):
+        with anatomy.drivable(model):
             self.hidden_size = self.config.hidden_size
             base: Any = model.get_decoder()  # from here on a family's own modules
-            norm: Any = next((getattr(base, name) for name in NORMS if hasattr(base, name)), None)
-            positions: list[Any] = [getattr(base, name, None) for name in ("rotary_emb", "embed_positions")]
-            if not (hasattr(base, "layers") and norm and any(positions)):
+            norm: Any = next((getattr(base, name) for name in anatomy.NORMS if hasattr(base, name)), None)
+            positions = any(getattr(base, name, None) for name in anatomy.POSITIONS)
+            if not (hasattr(base, "layers") and norm and positions):
                 raise UserError(
                     f"model type '{model.config.model_type}' cannot be driven layer by layer: it lacks layers, a "
                     "final norm, or positions that are rotary or learned"
                 )
-            check_rope(self.config)
+            anatomy.check_rope(self.config)
             self.embed_tokens = cast("torch.nn.Embedding", model.get_input_embeddings())
             self.norm: torch.nn.Module = norm
             self.lm_head: torch.nn.Linear = cast("torch.nn.Linear", model.get_output_embeddings())
@@ -110,62 +87,31 @@ class StagedModel:
                 self.lm_head, fixed=getattr(self.lm_head, "weight", None) is self.embed_tokens.weight
             )
             self.runner = runner_of(model)
-            self.fixed_shapes = width is not None or isinstance(self.runner, GraphRunner)
+            captured = isinstance(self.runner, GraphRunner)
+            self.fixed_shapes = captured or width is not None
             self.device = model.device
             self.dtype = model.dtype
-            self.stack = self._stacked(base, positions)
-            if options_of(model).compile and has_kernel(self.device, self.dtype):
-                self.stack.compile()
-            self.width = None if width is None else without_lone_query(width, self.stack.groups)
+            like = torch.empty(1, device=self.device, dtype=self.dtype)
+            self.stack = LayerStack(base, self.config, captured, options_of(model).compile, like)
+            self.width = None if width is None else fixed_shape.without_lone_query(width, self.stack.groups)
             self.padding = (self.width or 1) - 1
             self._head = lean_copy(self.lm_head)
             self.vocab_size = vocab_size or self.lm_head.out_features
-            self._cut_head = self.vocab_size < self.lm_head.out_features
             self._head_device = next(chain(self.lm_head.parameters(), self.lm_head.buffers())).device
             embeddings = self.embed_tokens.weight.shape[0]
             self._last_id = embeddings - 1 if (embedded_ids or 0) > embeddings else None
-            self._embedding_scale = getattr(self.config, EMBEDDING_SCALE, None) or 1.0
-            self._logit_steps = logit_steps(self.config)
+            self._embedding_scale = getattr(self.config, anatomy.EMBEDDING_SCALE, None) or 1.0
+            self._logit_steps = anatomy.logit_steps(self.config)
             self._counting = torch.arange(0)
             self.experts = [experts_of(layer) for layer in base.layers]
             self.layer_bytes = [
                 weight_bytes(layer) - (0 if experts is None else experts.bytes)
                 for layer, experts in zip(base.layers, self.experts)
             ]
-            self._has_experts = any(self.experts)
-            # Experts that are nowhere to be found would be counted as if every token read all of them.
-            self._uncounted = not self._has_experts and any(getattr(self.config, name, 0) for name in EXPERTS)
+            if not any(self.experts) and any(getattr(self.config, name, 0) for name in EXPERTS):
+                # Those that are nowhere to be found would be counted as if every token read all of them.
+                self.experts = [Experts(0, 0, None)] * len(self.layers)
             self._head_bytes = weight_bytes(self.norm) + weight_bytes(self.lm_head)
-
-    def _stacked(self, base: Any, positions: Sequence[Any]) -> LayerStack:
-        """The layers of a family's decoder, with its embeddings of positions: rotary or learned ones."""
-        rotary, learned = positions
-        # Without a mask torch's attention is causal in an empty cache; the families' own code is not.
-        implied_masks = self.config._attn_implementation == "sdpa"
-        heads, (kv_heads, _) = self.config.num_attention_heads, self._cache_shape()
-        # Without graphs, most passes on CUDA have no mask; with them all do.
-        grouped = heads > kv_heads and (self.device.type == "cpu" or isinstance(self.runner, GraphRunner))
-        # 1 where attention gets a mask as transformers does.
-        groups = heads // kv_heads if grouped and implied_masks else 1
-        short_passes = groups > 1 or (implied_masks and has_kernel(self.device, self.dtype))
-        config = grouped_attention_config(self.config) if short_passes else None
-        types = getattr(self.config, "layer_types", None) or [None] * len(base.layers)
-        windows = [window_of(self.config, i) for i in range(len(base.layers))]
-        typed = rotary is not None and "layer_type" in signature(rotary.forward).parameters
-        kinds: list[Kind] = [(w, t if typed else None) for w, t in zip(windows, types, strict=True)]
-        takes = signature(base.layers[0].forward).parameters
-        return LayerStack(
-            [lean_copy(layer, config) for layer in base.layers],
-            kinds,
-            [device_of(layer) for layer in base.layers],
-            rotary,
-            learned,
-            self.config.max_position_embeddings - 1,
-            next(name for name in CACHES if name in takes),
-            groups,
-            implied_masks,
-            torch.empty(1, device=self.device, dtype=self.dtype),
-        )
 
     @property
     def layers(self) -> list[torch.nn.Module]:
@@ -200,24 +146,17 @@ class StagedModel:
         tied to it is read whole and is counted. Of routed experts those are counted that so many tokens are expected to
         choose, see `Experts`.
         """
-        read: float = sum(self.layer_bytes[lo:hi]) + head * self._head_bytes
-        if self._has_experts:
-            read += sum(experts.read(tokens) for experts in self.experts[lo:hi] if experts is not None)
-        return math.nan if self._uncounted and self.layer_bytes[lo:hi] else read
+        read = sum(self.layer_bytes[lo:hi]) + head * self._head_bytes
+        return read + sum(experts.read(tokens) for experts in self.experts[lo:hi] if experts is not None)
 
     # -- stages ------------------------------------------------------------------------------------------------
 
     def new_cache(self, capacity: int, slots: int = 1) -> KVCache:
         """An empty cache for `slots` sequences of up to `capacity` positions."""
         if self.width is not None:  # so that the last step of the KV length is a whole one
-            capacity = rounded_up(capacity, fixed_shape.KV_BUCKET)
-        return KVCache(self.stack.devices, *self._cache_shape(), slots, capacity, self.dtype)
-
-    def _cache_shape(self) -> tuple[int, int]:
-        """Heads of keys and values, width of a head."""
-        heads = self.config.num_attention_heads
-        kv_heads = getattr(self.config, "num_key_value_heads", None) or heads
-        return kv_heads, getattr(self.config, "head_dim", None) or self.hidden_size // heads
+            capacity = fixed_shape.rounded_up(capacity, fixed_shape.KV_BUCKET)
+        stack = self.stack
+        return KVCache(stack.devices, stack.kv_heads, stack.head_dim, slots, capacity, self.dtype)
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Token ids [b, n] -> hidden states [b, n, d]."""
@@ -226,63 +165,36 @@ class StagedModel:
 
     def run_layers(
         self,
-        hidden: torch.Tensor,
+        inputs: torch.Tensor,
         cache: KVCache,
         ctx: ForwardContext | int,
         lo: int = 0,
         hi: int | None = None,
         taps: Sequence[int] = (),
-        on_hidden: Callable[[int, torch.Tensor], None] | None = None,
+        on_hidden: Callable[[int, torch.Tensor], None] = ignore,
+        split: bool = True,
+        to_logits: bool = False,
     ) -> torch.Tensor:
-        """Runs layers [lo, hi) over the states of b sequences.
+        """Runs layers [lo, hi) over the states of b sequences, in a fixed shape where others of that shape will follow.
 
         Args:
-            hidden: [b, n, d] states.
+            inputs: [b, n, d] states in front of layer `lo`, or ids [b, n].
             cache: receives keys and values.
             ctx: positions, write places and visibility; a number for tokens that follow so many others.
             lo: the first layer.
             hi: the layer after the last one; None for all.
-            taps: layers in front of which `on_hidden` is called.
-            on_hidden: called with a layer and the states [b, n, d] that enter it.
-
-        Returns:
-            States [b, n, d] after the layers.
-        """
-        return self._pass(hidden, cache, ctx, lo, len(self.layers) if hi is None else hi, taps, on_hidden)
-
-    def _pass(
-        self,
-        inputs: torch.Tensor,
-        cache: KVCache,
-        ctx: ForwardContext | int,
-        lo: int,
-        hi: int,
-        taps: Sequence[int],
-        on_hidden: Callable[[int, torch.Tensor], None] | None,
-        split: bool = True,
-        to_logits: bool = False,
-    ) -> torch.Tensor:
-        """Runs layers [lo, hi), in a fixed shape where others of the same shape will follow.
-
-        Args:
-            inputs: ids [b, n], or states [b, n, d] in front of layer `lo`.
-            cache: as in `run_layers`.
-            ctx: likewise.
-            lo: likewise.
-            hi: likewise.
-            taps: likewise; with `to_logits` also the number of layers and `NORMED`.
-            on_hidden: likewise.
+            taps: layers in front of which `on_hidden` is called; with `to_logits` also their number and `NORMED`.
+            on_hidden: called with a tap and the states [b, n, d] there.
             split: as in `verify`.
-            to_logits: whether final norm and head follow; `hi` is then the number of layers.
+            to_logits: whether final norm and head follow, after all layers.
 
         Returns:
-            Logits [b, n, vocab], or states [b, n, d].
+            States [b, n, d] after the layers, or logits [b, n, vocab].
         """
+        hi = len(self.layers) if hi is None else hi
         b, n = inputs.shape[:2]
         if isinstance(ctx, int):
             ctx = ForwardContext.consecutive(ctx, n)
-        if on_hidden is None:
-            taps = ()
         if not (self.fixed_shapes and recurs(ctx, n)):
             self._make_angles(max(cache.capacity, ctx.kv_len))
             return self._stage(inputs, cache, ctx, None, lo, hi, taps, on_hidden, to_logits)
@@ -290,10 +202,10 @@ class StagedModel:
         if self._counting.shape[0] < cache.capacity:
             self._counting = torch.arange(cache.capacity, device=self.device)
         width = max(n, self.width or 1)
-        ctx = materialize(ctx, self._counting, cache.capacity, b, n, width)
-        inputs = widened(inputs, width)
+        ctx = fixed_shape.materialize(ctx, self._counting, cache.capacity, b, n, width)
+        inputs = fixed_shape.widened(inputs, width)
         tensors = ctx.positions, ctx.write_index, *self.stack.masks(ctx, width, self.embed_tokens.weight)
-        for start, end, tapped in segments(lo, hi, taps, split):
+        for start, end, tapped in fixed_shape.segments(lo, hi, taps, split):
             last = end == hi
             if last and to_logits:
                 tapped += [tap for tap in (hi, NORMED) if tap in taps]
@@ -301,7 +213,7 @@ class StagedModel:
             key = start, end, ctx.kv_len, last and to_logits, *tapped
             inputs, *states = self.runner.run(cache, key, stage, inputs, *tensors)  # type: ignore[arg-type]
             for tap, seen in zip([*tapped, *([] if last else [end])], [*states, inputs]):
-                on_hidden(tap, seen[:, :n])  # type: ignore[misc] # there are taps only with it
+                on_hidden(tap, seen[:, :n])
         return inputs[:, :n]
 
     def _fixed_stage(
@@ -331,18 +243,18 @@ class StagedModel:
         lo: int,
         hi: int,
         taps: Sequence[int],
-        on_hidden: Callable[[int, torch.Tensor], None] | None,
+        on_hidden: Callable[[int, torch.Tensor], None],
         to_logits: bool,
     ) -> torch.Tensor:
-        """The operations of a pass; arguments as in `_pass` and `LayerStack.run`."""
+        """The operations of a pass; arguments as in `run_layers` and `LayerStack.run`."""
         hidden = self.embed(inputs) if inputs.dim() == 2 else inputs
         hidden = self.stack.run(hidden, cache, ctx, lo, hi, masks, taps, on_hidden)
         if not to_logits:
             return hidden
-        if on_hidden is not None and hi in taps:
+        if hi in taps:
             on_hidden(hi, hidden)
         normed = self.norm(hidden)
-        if on_hidden is not None and NORMED in taps:
+        if NORMED in taps:
             on_hidden(NORMED, normed)
         return self.unembed(normed)
 
@@ -375,7 +287,7 @@ class StagedModel:
         """
         if not isinstance(self.runner, GraphRunner) or not torch.is_inference_mode_enabled():
             return function(batch, *inputs)
-        kv_len = kv_bucket(max(batch.lengths) + entries, owner.capacity) if entries else 0
+        kv_len = fixed_shape.kv_bucket(max(batch.lengths) + entries, owner.capacity) if entries else 0
         drawn = [] if batch.uniforms is None else [batch.uniforms[: batch.size]]
 
         def on_tensors(
@@ -396,11 +308,11 @@ class StagedModel:
     def unembed(self, normed: torch.Tensor) -> torch.Tensor:
         """The head without the final norm, for drafters that bring a norm of their own."""
         products = self._head(normed.to(self._head_device)).to(self.device)
-        return self.finish_logits(products[..., : self.vocab_size] if self._cut_head else products)
+        return self.finish_logits(products[..., : self.vocab_size])
 
     def finish_logits(self, products: torch.Tensor) -> torch.Tensor:
         """Products of normed states and rows of the head, of any shape -> logits, scaled or capped as the model's."""
-        return finished(products, self._logit_steps)
+        return anatomy.finished(products, self._logit_steps)
 
     # -- passes ------------------------------------------------------------------------------------------------
 
@@ -421,7 +333,7 @@ class StagedModel:
         cache: KVCache,
         ctx: ForwardContext | int,
         taps: Sequence[int] = (),
-        on_hidden: Callable[[int, torch.Tensor], None] | None = None,
+        on_hidden: Callable[[int, torch.Tensor], None] = ignore,
         split: bool = True,
     ) -> torch.Tensor:
         """Verifies the drafts of b sequences in one pass.
@@ -443,7 +355,7 @@ class StagedModel:
             inputs, lo = draft.resume.hidden, draft.resume.layer
         else:
             inputs, lo = torch.cat([pending, draft.tokens], dim=1) if draft.tokens.shape[1] else pending, 0
-        return self._pass(inputs, cache, ctx, lo, len(self.layers), taps, on_hidden, split, to_logits=True)
+        return self.run_layers(inputs, cache, ctx, lo, None, taps, on_hidden, split, to_logits=True)
 
     def _make_angles(self, capacity: int) -> None:
         """Sees to it that there are angles for so many positions, computed once."""
@@ -451,7 +363,7 @@ class StagedModel:
             return
         if self.fixed_shapes:  # those before are no longer there
             self.runner.forget()
-            capacity = rounded_up(capacity, ROPE_STEP)
+            capacity = fixed_shape.rounded_up(capacity, ROPE_STEP)
         self.stack.make_angles(capacity)
 
 

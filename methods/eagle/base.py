@@ -1,0 +1,124 @@
+"""What EAGLE's drafters have in common: the cache of a drafting model, kept in step with the target.
+
+A drafting model is fed with pairs of a state and the token after it. Pair j holds the target's state f_j and token
+j + 1; it stands at entry and position j of the model's own cache. Its output is an estimate of f_(j+1): the head makes
+of it what may come as token j + 2, and together with such a token it is the next pair of a draft.
+
+A draft begins with the output of the last true pair, which ends with the pending token. Once the target has verified
+the draft, everything that is in the cache of it is given up, and the tokens that stay are fed anew, now with the
+target's own states (EAGLE-1, section 4.1).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from methods.common.heads import layers_head
+from methods.common.layer_cache import LayerCache
+from specbench.decoding.device import on_device, span
+from specbench.decoding.drafter import Drafter
+from specbench.models.pairs import Pair
+
+if TYPE_CHECKING:
+    import torch
+
+    from methods.eagle.layer import DraftingModel
+    from specbench.decoding.model.staged_model import StagedModel
+    from specbench.decoding.slots import Slots
+    from specbench.decoding.state import Batch, Prefill, SequenceState, Verified
+    from specbench.decoding.tree import Tree
+
+
+class EagleDrafter(Drafter):
+    """Base of EAGLE's drafters; see the module. A subclass drafts: it begins with `_outputs`, and calls `_level`.
+
+    Args:
+        pair: with the target.
+        model: the drafting model, which says what `taps` of the target it reads.
+        vocab_map: folder of a vocabulary map, for a trimmed head of the target; see `methods.common.heads`.
+        vocab_size: the size of the trimmed head; None for all tokens of the map.
+
+    Attributes:
+        model: as it drafts, see `CachedLayer.for_drafting`.
+        head: for its outputs.
+        expanded: a bound on the nodes of a draft that go through the layer, where they may be more than `max_nodes`.
+        outputs: of each sequence that a draft begins with: that of the last true pair, and of what follows it in the
+            same pass (`_followed`).
+    """
+
+    deterministic = True
+    expanded = 0
+    outputs = 1
+
+    def __init__(
+        self, pair: Pair, model: DraftingModel, vocab_map: str | None = None, vocab_size: int | None = None
+    ):
+        self.model = model.for_drafting(pair)
+        self.head = layers_head(pair, self.model, vocab_map, vocab_size)
+        self.taps = model.taps
+        self._bytes = model.pass_bytes() + self.head.bytes
+
+    def open(self, slots: Slots, target: StagedModel) -> None:
+        """Allocates the layer's cache."""
+        self.target = target
+        self._layer = LayerCache(self.model, slots, target, self.expanded, lag=1)
+        width = self.model.config.hidden_size
+        self._outputs = slots.tensor(self.outputs, width, dtype=target.dtype)
+
+    def begin(self, slot: int, sequence: SequenceState, prefill: Prefill) -> None:
+        """Feeds the prompt's pairs, the last of which ends with the pending token."""
+        tokens = on_device([sequence.tokens[1:]], prefill.ids.device)
+        pairs = self.model.features(prefill.hidden_states), self.model.embed(tokens, self.target)
+        features, embeds = self._followed(*pairs)
+        out = self.model(features, embeds, **self._layer.prompt(slot, features))
+        self._outputs[slot] = out[0, -self.outputs :]
+
+    def commit(self, batch: Batch, verified: Verified) -> None:
+        """Feeds the tokens that stay with the target's own states, over the entries of the draft."""
+        if all(sequence.done for sequence in batch.sequences):
+            return
+
+        def feed(batch: Batch, count: torch.Tensor, *states: torch.Tensor) -> list[torch.Tensor]:
+            n = states[0].shape[1]
+            features = self.model.features(dict(zip(self.taps, states, strict=True)))
+            embeds = self.model.embed(batch.window(batch.tokens, 0, n), self.target)
+            features, embeds = self._followed(features, embeds, count)
+            out = self.model(features, embeds, **self._layer.arguments(batch, features, 1))
+            wanted = span(count, self.outputs).unsqueeze(-1).expand(-1, -1, out.shape[-1])
+            return [out.gather(1, wanted)]
+
+        (out,) = self._layer.feed(batch, verified, self.taps, feed, self.outputs - 1)
+        self._outputs[: batch.size] = out
+
+    def _followed(
+        self, features: torch.Tensor, embeds: torch.Tensor, count: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """True pairs, and `outputs` - 1 further ones after them, which differ from drafter to drafter.
+
+        Args:
+            features: [b, n, h].
+            embeds: [b, n, e].
+            count: [b] pairs of each sequence in front of its last true one; None: n - 1.
+
+        Returns:
+            Features and embedded tokens of n - 1 + `outputs` pairs.
+        """
+        return features, embeds
+
+    def _level(
+        self, batch: Batch, features: torch.Tensor, tokens: torch.Tensor, first: int, tree: Tree | None = None
+    ) -> torch.Tensor:
+        """One pass over nodes of a level.
+
+        Args:
+            batch: the running sequences.
+            features: [b, n, h] the outputs of the nodes' parents.
+            tokens: [b, n] of the nodes.
+            first: how many nodes went through the layer before them.
+            tree: of all that have; None: each follows the one before it.
+
+        Returns:
+            Outputs [b, n, h].
+        """
+        embeds = self.model.embed(tokens, self.target)
+        return self.model(features, embeds, **self._layer.arguments(batch, features, 1 + first, tree))
