@@ -18,8 +18,8 @@ from omegaconf import DictConfig, OmegaConf
 from methods.eqspec import EqSpec
 from methods.exspec import ExSpec
 from methods.ragged import RaggedBatch
+from specbench.config.spec import needs_of
 from specbench.data.questions import warmup_questions
-from specbench.decoding.drafter import needs_of
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import Request

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from specbench import ROOT
-from tests.faults import EVERY
+from tests.faults.runner import EVERY
 
 pytestmark = [pytest.mark.slow, pytest.mark.process]
 

@@ -16,8 +16,9 @@ import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
+from specbench.config.spec import make_drafter, needs_of
 from specbench.data.question_files import TASKS
-from specbench.decoding.drafter import Drafter, make_drafter, needs_of
+from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
@@ -229,7 +230,7 @@ def test_a_mask_that_is_off_by_one_is_no_tie(verdicts, monkeypatch):
     """It would widen the noise that is measured, and so make ties of its own violations."""
     plant_mask_off_by_one(monkeypatch)
     # The check of the model before a run finds it, too; here it must be the answers that show it.
-    monkeypatch.setattr(StagedModel, "check", lambda *_: None)
+    monkeypatch.setattr("specbench.measure.runner.check_staged", lambda *_: None)
     assert verdicts(2 * NEW_TOKENS)["violation"] > 0
 
 

@@ -1,5 +1,6 @@
 """The wheel alone, in an empty folder: nothing of the checkout is needed."""
 
+import json
 import os
 import subprocess
 import sys
@@ -17,11 +18,14 @@ from specbench.decoding.state import Draft
 
 
 class Repeat(Drafter):
-    def __init__(self, pair, times: int = 2):
-        self.times = times
+    deterministic = True
 
-    def draft(self, context):
-        return Draft(context.known()[-1:].repeat(min(self.times, context.max_draft)))
+    def __init__(self, pair, times: int = 2):
+        self.max_draft_tokens = times
+
+    def draft(self, batch):
+        drafts = [sequence.tokens[-1:] * limit for sequence, limit in zip(batch.sequences, batch.limits)]
+        return Draft.of(drafts, batch.tokens.device)
 """
 
 
@@ -89,6 +93,8 @@ def test_a_method_of_the_users_own(installed, tmp_path):
     )
     done = specbench(installed, tmp_path, "run", "method=repeat", *SHORT)
     assert done.returncode == 0 and "_repeat_" in done.stdout.splitlines()[-1], done.stderr
+    summary = json.loads((tmp_path / done.stdout.splitlines()[-1] / "summary.json").read_text())
+    assert summary["overall"]["judged_by_position"], "it drafted"
     logged = specbench(installed, tmp_path, "log", done.stdout.splitlines()[-1], "--mode", "offline")
     assert logged.returncode == 0 and "wandb sync" in logged.stdout, logged.stderr
     wrong = specbench(installed, tmp_path, "run", "method=repeet")

@@ -24,7 +24,7 @@ from specbench.decoding.cpu import autotune, grouped_attention, packed_linear
 from specbench.decoding.cpu.autotune import PassShape, choose_layouts
 from specbench.decoding.cpu.compiled_layers import CompiledLayer
 from specbench.decoding.cpu.packed_linear import LAYOUTS, PANELS, packed_weights
-from specbench.decoding.model import staged_model
+from specbench.decoding.model import layer_stack
 from specbench.decoding.model.graphs import Options, set_options
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.state import Draft
@@ -133,7 +133,7 @@ def main() -> None:
         for name in OURS:
             twin = copy.deepcopy(model)
             set_options(twin, Options(compile=name == COMPILED))
-            no_kernel = patch.object(staged_model, "has_kernel", lambda device, dtype: False)
+            no_kernel = patch.object(layer_stack, "has_kernel", lambda device, dtype: False)
             with no_kernel if name == TORCH else patch.dict({}):
                 targets[name] = StagedModel(twin)
     ways = [Way(name, target, args.tokens) for name, target in targets.items()]

@@ -15,9 +15,9 @@ from specbench.config.compose import tuned_on
 from specbench.config.tuned import settings_source
 from specbench.measure.metrics import summary as metrics
 from specbench.system.settings import parameters
-from tests.measure.test_metrics import CONFIG, FACTS, answered
 from tests.support import conf
 from tests.support.commands import run_main
+from tests.support.synthetic import CONFIG, FACTS, answered
 
 METHODS = sorted(path.stem for path in (CONF / "method").glob("[!_]*.yaml"))
 TUNED = sorted((CONF / "tuned").glob("*/*.yaml"))

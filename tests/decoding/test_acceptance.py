@@ -293,9 +293,10 @@ def test_residual_never_vanishes():
 @pytest.mark.first_fast
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_sampled_trees_leave_the_distribution_unchanged(deterministic):
-    """Two children of the root and one grandchild: what comes first is still a draw from p."""
+    """Two children of the root and one grandchild: what comes first, and what follows, are still draws from p."""
     g = torch.Generator().manual_seed(2)
     logits = torch.randn(1, 4, VOCAB, generator=g)
+    logits[:, 2] = logits[:, 1]  # so that what follows has one distribution, whichever child comes first
     p = torch.softmax(logits[0], dim=-1)
     q = torch.softmax(torch.randn(VOCAB, generator=g), dim=-1)
     tree = Tree.of(torch.tensor([-1, -1, 0]), max_children=2)
@@ -316,6 +317,7 @@ def test_sampled_trees_leave_the_distribution_unchanged(deterministic):
         second = kept[1] if len(kept) > 1 else torch.multinomial(p[1], 1, generator=g).item()
         counts[kept[0], second] += 1
     assert p_value(counts.sum(1), p[0]) > 1e-3
+    assert p_value(counts.sum(0), p[1]) > 1e-3
 
 
 def walk(probs, tokens, draft_probs, parents, uniforms):

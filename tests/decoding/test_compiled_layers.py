@@ -10,7 +10,7 @@ import torch
 from specbench.decoding.cpu import compiled_layers
 from specbench.decoding.cpu.packed_linear import packed_weights
 from specbench.decoding.kv_cache import ForwardContext
-from specbench.decoding.model.graphs import SWITCH, Options, compiles, set_options
+from specbench.decoding.model.graphs import Options, set_options
 from specbench.decoding.model.staged_model import StagedModel
 from tests.support.kernel_passes import PROMPT, TOKENS, needs_kernels, passes, take_panels
 from tests.support.models import ARCHITECTURES, random_model
@@ -164,15 +164,3 @@ def test_layers_in_place_of_others_are_not_compiled():
     assert target.stack.compiled
     twin = target.with_layers(target.layers, target.layer_bytes, target.experts)
     assert twin.stack.compiled is None and twin.pass_bytes() == target.pass_bytes()
-
-
-def test_the_setting(monkeypatch):
-    monkeypatch.delenv(SWITCH, raising=False)
-    cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert [compiles(None, device) for device in (cpu, cuda)] == [True, False]
-    assert [compiles(value, device) for value in (True, False) for device in (cpu, cuda)] == [True] * 2 + [
-        False
-    ] * 2
-    monkeypatch.setenv(SWITCH, "0")
-    assert not compiles(None, cpu)
-    assert compiles(True, cpu)

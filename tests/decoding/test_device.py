@@ -9,14 +9,11 @@ import pytest
 import torch
 
 from specbench.decoding import trace
-from specbench.decoding.device import move_slots, on_device, place_weights, prepare_device
+from specbench.decoding.device import move_slots, on_device
 from specbench.decoding.trace import Clock
 from specbench.measure.bench import Bench, attempt
 from specbench.measure.machine import provenance
-from specbench.models import pairs
-from specbench.models.pairs import load_pair
 from specbench.system.errors import JobError
-from tests.support.conf import composed
 
 CPU, SECOND_GPU = torch.device("cpu"), torch.device("cuda:1")
 
@@ -53,28 +50,6 @@ def test_marks_are_of_the_targets_device(streams):
     assert clock.seconds(begun, ended) == 0.25
     # Marks of another clock, of the draft model's device, are read by the same one.
     assert Clock(CPU).seconds(begun, ended) == 0.25 and clock.seconds(1.0, 1.5) == 0.5
-
-
-def test_a_gpu_is_prepared_where_a_pair_is_loaded(monkeypatch):
-    called = []
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: called.append(("current", device)))
-    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", lambda on: called.append(("cudnn", on)))
-    prepare_device(CPU)
-    assert called == []
-    prepare_device(SECOND_GPU)
-    assert called == [("current", SECOND_GPU), ("cudnn", False)]
-    seen = []
-    monkeypatch.setattr(pairs, "prepare_device", seen.append)
-    load_pair(composed("bench", "pair=tiny_shallow", "pair.device=cpu").pair, 0, with_draft=False)
-    assert seen == [CPU]
-
-
-def test_weights_are_cast_and_buffers_are_not():
-    module = torch.nn.Linear(2, 3)
-    module.register_buffer("inv_freq", torch.rand(4))
-    place_weights(module, CPU, torch.bfloat16)
-    assert {p.dtype for p in module.parameters()} == {torch.bfloat16}
-    assert module.inv_freq.dtype == torch.float32
 
 
 def test_numbers_of_the_host_are_copied_without_a_wait(monkeypatch):

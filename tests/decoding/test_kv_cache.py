@@ -83,6 +83,13 @@ def test_a_slot_is_a_view():
     slot.begin_pass(0, 1, ForwardContext.consecutive(0, 2), 1, 2)
     slot.update(row, row, 0)
     assert cache.segments[0][0, 0, :, :, 0, 0].tolist() == [[0.0] * 4, [1.0, 1.0, 0.0, 0.0]]
+    assert (slot.slots, slot.capacity, slot.layers, cache.slots) == (1, 4, 1, 2)
+
+
+def test_indices_count_whole_slots():
+    cache = KVCache([CPU], 1, 1, 3, 4, torch.float32)
+    assert cache.indices(torch.tensor([[1, 2]])).tolist() == [1, 2]
+    assert cache.indices(torch.tensor([[1, 2], [0, 3]])).tolist() == [1, 2, 4, 7]
 
 
 def test_order_is_gathered_slot_by_slot():

@@ -21,13 +21,13 @@ from specbench.measure import runner
 from specbench.measure.arms import hf_generate_arm
 from specbench.measure.records import run_folder as store
 from specbench.system.files import read_json
-from tests.measure.test_runner import CATEGORIES, measured, start, workplace  # noqa: F401 - a fixture
 from tests.support.messages import says
+from tests.support.runs import CATEGORIES, measured, start
 
 pytestmark = pytest.mark.slow
 
 
-def test_a_batch_of_one_is_held_against_the_baseline_of_one(workplace, tmp_path):  # noqa: F811
+def test_a_batch_of_one_is_held_against_the_baseline_of_one(workplace, tmp_path):
     settings = ["batch_size=1", "repeats=1", "generate=true"]
     code, summary, records = measured(workplace, "ragged", tmp_path, *settings)
     assert code == 0 and summary["equivalence"]["exact"] == len(CATEGORIES) + 2
@@ -59,7 +59,7 @@ def test_padding_never_pushes_a_row_beyond_the_context():
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("method", ["ar_batch", "eqspec", "exspec", "ragged"])
-def test_a_run(workplace, tmp_path, method):  # noqa: F811
+def test_a_run(workplace, tmp_path, method):
     settings = ["batch_size=3", "pool=4", "repeats=2", "generate=true"]
     code, summary, records = measured(workplace, method, tmp_path, *settings)
     assert code == 0 and summary["status"] == "complete"
@@ -93,7 +93,7 @@ def test_a_run(workplace, tmp_path, method):  # noqa: F811
     assert overall["seconds"] == pytest.approx(steps + overall["prefill_seconds"])
 
 
-def test_the_batched_baseline_is_certified_without_generate(workplace, tmp_path, monkeypatch):  # noqa: F811
+def test_the_batched_baseline_is_certified_without_generate(workplace, tmp_path, monkeypatch):
     """A speedup over batches that say something else is none."""
     settings = ["batch_size=3", "repeats=1", "generate=false"]
     _, summary, _ = measured(workplace, "ragged", tmp_path / "right", *settings)
@@ -117,7 +117,7 @@ def test_the_batched_baseline_is_certified_without_generate(workplace, tmp_path,
     assert summary["baseline"]["equivalence"]["violation"] > 0 and summary["equivalence"]["violation"] == 0
 
 
-def test_every_repeat_at_batch_size_1_is_certified(workplace, tmp_path, monkeypatch):  # noqa: F811
+def test_every_repeat_at_batch_size_1_is_certified(workplace, tmp_path, monkeypatch):
     """It says something else from its second time on, which no other arm does."""
     prepare = runner.prepare
 
@@ -154,7 +154,7 @@ def test_pools_are_of_equal_size_and_mixed():
 
 
 @pytest.mark.parametrize("torn", [b"", b'{"question_id": 3, "ta'])
-def test_a_torn_pool_is_measured_again_as_a_whole(workplace, tmp_path, monkeypatch, capsys, torn):  # noqa: F811
+def test_a_torn_pool_is_measured_again_as_a_whole(workplace, tmp_path, monkeypatch, capsys, torn):
     run_dir = start(workplace, "ragged", tmp_path, "batch_size=2", "pool=4", "repeats=1")
     assert runner.run(run_dir) == 0
     journal = run_dir / store.RECORDS
@@ -184,7 +184,7 @@ def test_a_torn_pool_is_measured_again_as_a_whole(workplace, tmp_path, monkeypat
     assert tokens[0] == tokens[1]
 
 
-def test_a_question_that_does_not_fit_fails_alone(workplace, tmp_path, capsys):  # noqa: F811
+def test_a_question_that_does_not_fit_fails_alone(workplace, tmp_path, capsys):
     questions = (workplace / "questions.jsonl").read_text().splitlines()
     long = json.loads(questions[4]) | {"turns": ["word " * 300]}
     path = tmp_path / "long.jsonl"
@@ -296,7 +296,7 @@ FAULTS = [
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("method", "fault"), FAULTS)
-def test_planted_faults_are_violations(workplace, tmp_path, monkeypatch, method, fault):  # noqa: F811
+def test_planted_faults_are_violations(workplace, tmp_path, monkeypatch, method, fault):
     fault(monkeypatch)
     # The draft model is the target itself, so that drafts are accepted whole; the certificate does not know.
     settings = [

@@ -9,6 +9,7 @@ from tests.benchmarks.coverage import SIZES, SPREADS, misses, pools, processes, 
 pytestmark = pytest.mark.slow
 
 COUNT = 3000  # the standard error of a coverage of 0.9 is 0.0055
+LEAST = 0.02  # an interval that misses the truth less often is wider than need be
 CELLS = [(kind, spread, questions) for kind in ("normal", "t3") for spread in SPREADS for questions in SIZES]
 
 
@@ -17,7 +18,7 @@ CELLS = [(kind, spread, questions) for kind in ("normal", "t3") for spread in SP
 def test_questions(kind, spread, questions):
     seconds, truth = runs(kind, spread, questions, COUNT)
     above, below = misses([speedup(*run) for run in seconds], truth)
-    assert above + below <= 0.1
+    assert LEAST <= above + below <= 0.1
     assert above <= 0.08  # intervals that flatter the method: nominal 0.025, a bootstrap's 0.1 to 0.15 of six
 
 
@@ -25,7 +26,7 @@ def test_questions(kind, spread, questions):
 def test_a_method_against_itself_is_seldom_called_faster_or_slower(kind, spread, questions):
     seconds = runs_against_itself(kind, spread, questions, COUNT)
     faster, slower = misses([speedup(*run) for run in seconds], 1.0)
-    assert faster + slower <= 0.07 and max(faster, slower) <= 0.045
+    assert LEAST <= faster + slower <= 0.07 and max(faster, slower) <= 0.045
 
 
 @pytest.mark.parametrize("questions", SIZES)
@@ -34,7 +35,7 @@ def test_a_ratio_of_two_runs(questions):
     seconds, _ = runs("normal", 0.2, questions, COUNT)
     first, second = seconds * np.random.default_rng(1).lognormal(0, 0.05, (2, *seconds.shape))
     found = [ratio_of_means([one], [other]) for one, other in zip(first, second)]
-    assert sum(misses(found, 1.0)) <= 0.1
+    assert LEAST <= sum(misses(found, 1.0)) <= 0.1
 
 
 @pytest.mark.one_in(3)
@@ -46,12 +47,12 @@ def test_pools(count):
         [speedup(*run, names) for run in seconds],
         [ratio_of_means([(run[0], run[0])], [tuple(run)], names) for run in seconds],
     ):
-        assert sum(misses(found, 1.0)) <= 0.1
+        assert LEAST <= sum(misses(found, 1.0)) <= 0.1
 
 
 def test_repeats_of_one_pool_cover_what_they_vary_by():
     seconds, names = pools(1, 3, COUNT, between=0.0)
-    assert sum(misses([speedup(*run, names) for run in seconds], 1.0)) <= 0.1
+    assert LEAST <= sum(misses([speedup(*run, names) for run in seconds], 1.0)) <= 0.1
 
 
 @pytest.mark.one_in(3)
@@ -95,4 +96,4 @@ def test_passes_on_the_same_questions(count):
     truth = questions[:, 0, 0].sum(axis=1) / questions[:, 0, 1].sum(axis=1)
     found = [over_passes(run[:, 0], run[:, 1]) for run in passes]
     missed = [not one.low <= true <= one.high for one, true in zip(found, truth)]
-    assert np.mean(missed) <= 0.08
+    assert LEAST <= np.mean(missed) <= 0.08

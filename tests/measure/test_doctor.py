@@ -12,8 +12,9 @@ import torch
 
 from specbench.commands import doctor as command
 from specbench.config.checks import check
+from specbench.config.spec import make_drafter
 from specbench.data.questions import warmup_questions
-from specbench.decoding.drafter import Drafter, make_drafter
+from specbench.decoding.drafter import Drafter
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import NORMED, Draft
 from specbench.decoding.wrapped import WrappedDrafter

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from specbench.measure.likelihood import likelihood, of_logits
+from specbench.measure.metrics.dataframes import generations_frame
 from specbench.measure.metrics.engine import SURPRISE, engine_numbers, standard_errors
 from tests.support.decoding import random_pair
 from tests.support.synthetic import FACTS, answered, generation
@@ -64,11 +65,11 @@ def test_a_run_sums_over_its_answers():
         for turn in one["turns"]:
             turn["likelihood"] = {"baseline": likely | {"surprise": 1.0}, "method": likely}
             turn["arms"]["again"] = turn["arms"]["own_loop"] = [generation((0, 0))]
-    numbers = engine_numbers(records, facts)
+    numbers = engine_numbers(records, generations_frame(records), facts)
     count = sum(len(one["turns"]) for one in records)
     assert numbers["likelihood"]["method"] == {
         "logprob": -0.5,
         "standard_errors": pytest.approx(-8.0 * count / (4.0 * count) ** 0.5),
     }
     assert numbers["likelihood"]["baseline"]["standard_errors"] == pytest.approx(count / (4.0 * count) ** 0.5)
-    assert engine_numbers(records, FACTS) is None
+    assert engine_numbers(records, generations_frame(records), FACTS) is None

@@ -65,7 +65,7 @@ def test_noise_alone_is_no_difference_about_19_times_in_20():
     for _ in range(100):
         found = speedup(*(questions * rng.normal(1, 0.05, (2, 40))))
         held += found.low <= 1 <= found.high
-    assert 88 <= held <= 100
+    assert 88 <= held < 100
 
 
 def test_pairing_cancels_what_the_arms_share():
@@ -151,7 +151,7 @@ def test_two_runs_of_one_method_differ_about_1_time_in_20():
         )
         found = ratio_of_means([(a, b)], [(c, d)])
         held += found.low <= 1 <= found.high
-    assert 88 <= held <= 100
+    assert 88 <= held < 100
 
 
 def test_a_ratio_of_means_over_pools():

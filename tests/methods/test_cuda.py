@@ -20,7 +20,6 @@ from methods.pld import PromptLookup
 from methods.ragged import RaggedBatch
 from methods.s2d import SortedDraft
 from methods.sps import SpeculativeSampling
-from specbench.decoding.device import place_weights
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.model import graphs as passes
@@ -28,6 +27,7 @@ from specbench.decoding.model.graphs import EagerRunner, GraphRunner
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import Draft, Request
+from specbench.models.pairs import place_weights
 from tests.support.decoding import STOP, generate_with_transformers, random_prompt
 from tests.support.drafters import EarlyExit, ModelChain, ModelTree
 from tests.support.methods import sorted_pair

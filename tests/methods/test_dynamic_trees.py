@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from methods.common.dynamic_trees import Growth, most_nodes
+from methods.common.dynamic_trees import Growth, most_nodes, next_level
+from specbench.decoding.tree import Tree
 
 ROWS = 7
 
@@ -123,3 +124,16 @@ def test_scores_are_in_float32():
 
     _, _, paths = grow(close, 1, 4, 4, 12)
     assert paths[0] == by_looking(lambda b, path: close(b, path).float(), 0, 4, 4, 12)
+
+
+def test_a_tree_with_one_more_level_is_the_one_made_anew():
+    generator, tree = torch.Generator().manual_seed(1), None
+    parents = torch.empty(2, 0, dtype=torch.int64)
+    for depth in range(5):
+        above = torch.randint(0, 3, (2, 3), generator=generator)
+        tree = next_level(tree, above)
+        among_all = above + parents.shape[1] - 3 if depth else torch.full_like(above, -1)
+        parents = torch.cat([parents, among_all], dim=1)
+        for found, expected in zip(tree.tensors, Tree.of(parents).tensors, strict=True):
+            assert torch.equal(found, expected)
+    assert tree.depths[0].tolist() == [1 + i // 3 for i in range(15)]

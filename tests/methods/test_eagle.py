@@ -1,4 +1,4 @@
-"""EAGLE-1 and EAGLE-2: files, what is drafted from which states, the cache round by round, training, losslessness."""
+"""EAGLE-1 and EAGLE-2: files, what is drafted from which states, the cache round by round, losslessness."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from methods.eagle.chain import chained
 from methods.eagle.checkpoint import load_eagle, save_eagle
 from methods.eagle.drafter import EAGLE_TREE
 from methods.eagle.model import EagleModel, eagle_config
-from methods.eagle.train import Distillation, fit, fresh_model
-from methods.eagle.train import pairs_of as eagle_pairs
 from methods.eqspec import EqSpec
 from methods.exspec import ExSpec
 from methods.ragged import RaggedBatch
@@ -25,14 +23,15 @@ from specbench.decoding.engine import CACHE_STEP, Engine
 from specbench.decoding.kv_cache import ForwardContext
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
-from specbench.decoding.state import NORMED, Request
+from specbench.decoding.state import Request
 from specbench.models.expansion import Expansion, expand_model
 from specbench.system.errors import UserError
 from tests.support import batches
 from tests.support.checkpoints import RunsCode, spoil
 from tests.support.decoding import random_pair
+from tests.support.eagle import by_chain, outputs, pairs_of
 from tests.support.lossless import assert_lossless, assert_samples_like_plain_decoding
-from tests.support.methods import fitted_eagle, saved_eagle, trimmed, true_states
+from tests.support.methods import fitted_eagle, saved_eagle, trimmed
 from tests.support.models import EVERY_ARCHITECTURE, random_model
 
 CPU = torch.device("cpu")
@@ -62,29 +61,6 @@ def test_the_published_tree():
 
 
 # -- what is drafted
-
-
-def pairs_of(pair, tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Features and embedded tokens [1, n - 1, h] of the true pairs of n tokens."""
-    ids = torch.tensor([tokens])
-    states = true_states(pair, ids, (NORMED,))[NORMED]
-    return states[:, :-1], pair.target.get_input_embeddings()(ids[:, 1:])
-
-
-def outputs(model: EagleModel, features: torch.Tensor, embeds: torch.Tensor) -> torch.Tensor:
-    """Outputs [1, n, h] of pairs that follow one another, in one pass without a cache."""
-    return model(features, embeds, model.rope(torch.arange(features.shape[1]).unsqueeze(0), features))
-
-
-@torch.no_grad()
-def by_chain(model: EagleModel, pair, tokens: list[int], path: list[int]) -> torch.Tensor:
-    """The output [h] after known tokens and drafted ones that follow them, a token at a time."""
-    features, embeds = pairs_of(pair, tokens)
-    for token in path:
-        last = outputs(model, features, embeds)[:, -1:]
-        features = torch.cat([features, last], dim=1)
-        embeds = torch.cat([embeds, pair.target.get_input_embeddings()(torch.tensor([[token]]))], dim=1)
-    return outputs(model, features, embeds)[0, -1]
 
 
 @pytest.mark.slow
@@ -365,113 +341,9 @@ def test_the_drafter_of_an_expanded_target(vocab, folder):
         drafter.draft = lambda batch, draft=draft: drafted.append(made := draft(batch)) or made
         Engine(StagedModel(which.target), drafter, frozenset()).answer(PROMPT, SamplingParams(12))
     half = len(drafted) // 2
+    assert half > 1 and len(drafted) == 2 * half
     for one, two in zip(drafted[:half], drafted[half:]):
         assert torch.equal(one.tokens, two.tokens) and torch.equal(one.tree.parents, two.tree.parents)
-
-
-# -- training
-
-
-def batch_of(ids: list[list[int]], said: list[list[float]]) -> dict[str, torch.Tensor]:
-    return {"input_ids": torch.tensor(ids), "loss_weight": torch.tensor(said, dtype=torch.float32)}
-
-
-IDS = [[5, 9, 20, 11, 4, 30, 8, 2, 14, 40]]
-
-
-def test_a_chained_step_is_the_step_of_a_draft():
-    """Step j at row t: j tokens drafted after the true pairs up to t, with the text's own tokens."""
-    pair, model = random_pair("llama"), fitted_eagle("llama")
-    features, embeds = pairs_of(pair, IDS[0])
-    for j, out in enumerate(chained(model, features, embeds, 4)):
-        for t in range(features.shape[1] - j):
-            expected = by_chain(model, pair, IDS[0][: t + 2], IDS[0][t + 2 : t + 2 + j])
-            torch.testing.assert_close(out[0, t], expected, atol=1e-5, rtol=1e-4)
-
-
-def test_the_loss_by_hand():
-    """At row t: the state and the distribution of position t + 1, where token t + 2 counts."""
-    pair, model = random_pair("llama"), fitted_eagle("llama")
-    weights = [0, 0, 0, 1, 1, 0.5, 0, 1, 1, 0]
-    found = Distillation(model, StagedModel(pair.target)).eval()(batch_of(IDS, [weights]))
-    states = true_states(pair, torch.tensor(IDS), (NORMED,))[NORMED][0]
-    out = outputs(model, *pairs_of(pair, IDS[0]))[0]
-    size, expected = states[1:].pow(2).mean().sqrt(), 0.0
-    for t in range(8):
-        distance = torch.nn.functional.smooth_l1_loss(out[t] / size, states[t + 1] / size)
-        teacher = pair.target.lm_head(states[t + 1]).softmax(-1)
-        entropy = -(teacher * pair.target.lm_head(out[t]).log_softmax(-1)).sum()
-        expected += weights[t + 2] * (distance + 0.1 * entropy)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-
-
-def test_noise_only_while_it_learns():
-    pair = random_pair("llama")
-    model = fresh_model(StagedModel(pair.target))
-    with torch.no_grad():  # a silent layer would not learn but in its last matrices
-        model.layer.self_attn.o_proj.weight.normal_(0, 0.1)
-        model.layer.mlp.down_proj.weight.normal_(0, 0.1)
-    module, batch = Distillation(model, StagedModel(pair.target)), batch_of(IDS, [[1] * 10])
-    losses = [module.train(mode)(batch) for mode in (False, False, True, True)]
-    assert losses[0] == losses[1] and len({loss.item() for loss in losses}) == 3
-    losses[-1].backward()
-    assert all(p.grad.abs().sum() > 0 for p in model.parameters())
-    assert all(p.grad is None for p in pair.target.parameters())
-
-
-@pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
-def test_a_fresh_model_passes_the_state_on(arch):
-    """Its layer adds nothing."""
-    target = StagedModel(random_pair(arch).target)
-    model = fresh_model(target)
-    h = model.config.hidden_size
-    states, nothing = torch.randn(1, 5, h), torch.zeros(1, 5, h)
-    joined = model.fc(torch.cat([nothing, states], dim=-1))
-    torch.testing.assert_close(joined, states)
-    torch.testing.assert_close(outputs(model, states, nothing), states)
-
-
-def test_a_fitted_model_estimates_the_next_state_best():
-    """Its errors have nothing in common with what it reads, as those of a least-squares fit."""
-    pair = random_pair("llama")
-    target, ids = StagedModel(pair.target), torch.randint(0, 60, (8, 64))
-    batch = {"input_ids": ids, "loss_weight": torch.ones(ids.shape)}
-    model = fresh_model(target)
-    before = Distillation(model, target).eval()(batch)
-    fit(model, target, [batch])
-    features, embeds, goals = eagle_pairs(target, batch)
-    inputs = torch.cat([embeds, features, torch.ones(*embeds.shape[:2], 1)], -1).flatten(0, 1)
-    errors = (goals - model.fc(torch.cat([embeds, features], -1))).flatten(0, 1)
-    products = (inputs.T @ errors) / (inputs.norm(dim=0).outer(errors.norm(dim=0)))
-    assert products.abs().max() < 0.05
-    assert errors.square().mean() < (goals - features).square().mean() / 2
-    assert Distillation(model, target).eval()(batch) < before
-
-
-def test_rank_paths_and_choices_by_hand(monkeypatch):
-    monkeypatch.setattr(
-        "methods.common.head_training.RANKS", 60
-    )  # of a vocabulary this small: some tokens are among them
-    pair, model = random_pair("llama"), fitted_eagle("llama")
-    module = Distillation(model, StagedModel(pair.target))
-    batch = batch_of(IDS, [[0, 0, 1, 1, 1, 1, 1, 1, 1, 1]])
-    found, (student, teacher) = module.rank_paths(batch), module.choices(batch)
-    states = true_states(pair, torch.tensor(IDS), (NORMED,))[NORMED][0]
-    ids, expected = IDS[0], Counter()
-    for t in range(1, 3):  # token t + 1 is the assistant's, and so are the six after it
-        ranks = []
-        for j in range(6):
-            logits = pair.target.lm_head(by_chain(model, pair, ids[: t + 2], ids[t + 2 : t + 2 + j]))
-            ranks.append(int((logits > logits[ids[t + 2 + j]]).sum()))
-        for n in range(1, 7):
-            if all(rank < 60 for rank in ranks[:n]):
-                expected[tuple(ranks[:n])] += 1
-    assert found == expected and found
-    for j in range(4):
-        for i, t in enumerate(range(5)):
-            logits = pair.target.lm_head(by_chain(model, pair, ids[: t + 2], ids[t + 2 : t + 2 + j]))
-            assert student[j, i] == logits.argmax()
-            assert teacher[j, i] == pair.target.lm_head(states[t + 1 + j]).argmax()
 
 
 # -- losslessness

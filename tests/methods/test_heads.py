@@ -5,11 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from methods.common.heads import DraftHead
+from methods.common.draft_layer import CachedLayer
+from methods.common.heads import DraftHead, OwnHead, draft_head, layers_head
 from methods.kangaroo import Kangaroo
+from methods.kangaroo.adapter import adapter_config
 from methods.s2d import SortedDraft
 from methods.sps import SpeculativeSampling
 from specbench.decoding.model.staged_model import StagedModel
+from specbench.system.errors import UserError
 from tests.support.methods import drafts, saved_adapter, sorted_pair, trimmed
 
 METHODS = ("sps", "kangaroo", "s2d")
@@ -42,7 +45,9 @@ def test_nothing_outside_the_kept_tokens_is_drafted(method, tmp_path):
     pair = sorted_pair("llama")
     vocab, kept = pair.target.config.vocab_size, [2, 3, 5, 7, 11, 13, 17, 29, 31, 60]
     outside = torch.tensor([i for i in range(vocab) if i not in kept])
-    for tokens, probs in drafts(trimmed(make(method, pair, str(tmp_path)), kept), pair, 1.0):
+    drafted = drafts(trimmed(make(method, pair, str(tmp_path)), kept), pair, 1.0)
+    assert len(drafted) > 5
+    for tokens, probs in drafted:
         assert set(tokens.tolist()) <= set(kept)
         assert probs.shape == (len(tokens), vocab)
         assert (probs[:, outside] == 0).all()
@@ -64,3 +69,22 @@ def test_bytes_are_those_of_the_kept_rows():
     row = 4 * model.hidden_size
     assert whole.bytes == model.pass_bytes(0, 0)
     assert whole.bytes - part.bytes == (61 - 10) * row
+
+
+def test_a_head_that_scores_some_tokens_alone_is_not_trimmed():
+    pair, ids = sorted_pair("llama"), torch.tensor([9, 3, 5])
+    head = draft_head(pair, pair.staged, None, None, ids)
+    assert head.rows == 3 and head.ids(torch.tensor([1, 0])).tolist() == [3, 9]
+    with pytest.raises(UserError, match="set vocab=full"):
+        draft_head(pair, pair.staged, "a map", None, ids)
+
+
+def test_layers_have_the_targets_head_unless_they_have_their_own():
+    pair, layers = sorted_pair("llama"), CachedLayer(adapter_config(sorted_pair("llama").target.config))
+    head = layers_head(pair, layers)
+    assert head.token_ids is None and head.bytes == pair.staged.pass_bytes(0, 0)
+    layers.token_ids = torch.tensor([9, 3, 5])
+    own = layers_head(pair, layers)
+    assert isinstance(own, OwnHead) and own.rows == 3 and own.bytes == 0 and own.vocab_size == head.vocab_size
+    with pytest.raises(UserError, match="set vocab=full"):
+        layers_head(pair, layers, "a map")

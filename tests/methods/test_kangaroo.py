@@ -105,7 +105,9 @@ def test_bytes_of_a_round(folder):
     adapter = load_adapter(folder, pair.target.config, "cpu", torch.float32)
     adapter_bytes = 4 * sum(p.numel() for p in adapter.parameters())
     head, shallow = target.pass_bytes(0, 0), target.pass_bytes(0, 2, head=False)
-    for step in full_rounds(run(folder, 4, 0.0), 4):
+    rounds = full_rounds(run(folder, 4, 0.0), 4)
+    assert rounds
+    for step in rounds:
         assert step.draft_bytes == 4 * (adapter_bytes + head) + 5 * shallow
         assert step.target_bytes == target.pass_bytes(2)
 
@@ -186,7 +188,7 @@ def test_an_adapter_of_another_width_is_refused(folder):
 def test_a_pickle_that_runs_code_is_not_loaded(folder, tmp_path):
     (tmp_path / "model.safetensors").unlink()
     torch.save({"norm.weight": RunsCode()}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(Exception, match="[Ww]eights.only"):
+    with pytest.raises(UserError, match="[Ww]eights.only"):
         load_adapter(folder, random_pair("llama").target.config, "cpu", torch.float32)
 
 

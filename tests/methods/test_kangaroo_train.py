@@ -14,7 +14,7 @@ from methods.kangaroo.adapter import Adapter, adapter_config, load_adapter
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.models.pairs import load_pair
 from tests.support.decoding import random_pair
-from tests.support.training import Stopped, stop_after, training_settings, training_workplace
+from tests.support.training import Stopped, stop_after, training_settings
 
 pytestmark = pytest.mark.slow
 
@@ -51,11 +51,6 @@ def test_weights_are_weights():
         first, second = loss(batch_of(0, 0, 0, 1.0, 0)), loss(batch_of(0, 0, 0, 0, 1.0))
         both = loss(batch_of(0, 0, 0, 0.25, 0.75))
     torch.testing.assert_close(both, 0.25 * first + 0.75 * second)
-
-
-@pytest.fixture(scope="module")
-def workplace(tmp_path_factory):
-    return training_workplace(tmp_path_factory.mktemp("train"))
 
 
 def settings(workplace, out, *more: str):

@@ -1,41 +1,29 @@
-"""Mirror-SD's own promises: branches are the drafts that would have been made anyway, misses follow the guesses, and a
-draft worker that fails takes nothing with it."""
+"""Mirror-SD: branches are the drafts that would have been made anyway, and misses follow the guesses."""
 
 from __future__ import annotations
 
 import copy
-import multiprocessing
-import os
 import random
-import signal
-import threading
-import time
-from contextlib import contextmanager
-from functools import cache
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from methods.common.heads import DraftHead
-from methods.mirror_sd import MirrorSD, StreamingSampling, worker
+from methods.mirror_sd import StreamingSampling
 from methods.mirror_sd.brancher import Brancher, Plan
 from methods.mirror_sd.branches import likely_decisions, mixture, prefix_products
-from methods.mirror_sd.channel import ProcessChannel, elapsed
 from methods.mirror_sd.streams import save_streams
-from methods.sps import SpeculativeSampling
 from specbench.decoding import acceptance
 from specbench.decoding.engine import Engine
 from specbench.decoding.kv_cache import KVCache
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
-from specbench.decoding.trace import Clock
-from specbench.system.errors import JobError, UserError
+from specbench.system.errors import UserError
 from tests.support.decoding import random_pair
 from tests.support.methods import drafts, trimmed
+from tests.support.mirror import PROMPT, mirror, plain_drafts, steps, tokens_of
 from tests.support.models import EVERY_ARCHITECTURE
 
-PROMPT = [3, 9, 27, 11, 33, 29, 17]
 VARIANTS = {
     "wide": {"kappa": 8},
     "narrow": {"kappa": 1},
@@ -48,31 +36,12 @@ VARIANTS = {
 }
 
 
-def mirror(pair, placement: str = "inline", **settings) -> MirrorSD:
-    return MirrorSD(pair, placement=placement, **{"max_draft_tokens": 4, **settings})
-
-
-def steps(pair, drafter, cap: int = 60) -> list:
-    return Engine(StagedModel(pair.target), drafter, frozenset()).answer(PROMPT, SamplingParams(cap)).steps
-
-
 def missed(pair, cap: int = 40, **settings) -> float:
     """Share of misses among the rounds that looked for a branch."""
     hits = [step.stats.get("hit") for step in steps(pair, mirror(pair, **settings), cap)]
     hits = [hit for hit in hits if hit is not None]
     assert hits
     return hits.count(False) / len(hits)
-
-
-def tokens_of(found: list) -> list[list[int]]:
-    return [tokens.tolist() for tokens, _ in found]
-
-
-@cache
-def plain_drafts(arch: str) -> list[list[int]]:
-    """What the draft model alone drafts greedily: what every variant is compared with."""
-    pair = random_pair(arch)
-    return tokens_of(drafts(SpeculativeSampling(pair, 4), pair, 0.0))
 
 
 @pytest.mark.one_in(5)
@@ -310,71 +279,6 @@ def test_what_is_read_and_how_long_it_took():
         assert (passes, rest) == (5 if step.stats["hit"] else 9, 0)
 
 
-class Late:
-    """A mark that tells its time only at the end, as an event of a GPU does."""
-
-    def __init__(self):
-        self.at = time.perf_counter()
-
-    def elapsed_time(self, other: Late) -> float:
-        return 1e3 * 100 * (other.at - self.at)  # ms of a device that takes a hundred times as long
-
-
-class LateClock(Clock):
-    """Of a draft model's device whose times are not those of the host."""
-
-    def mark(self) -> Late:
-        return Late()
-
-    def span(self, start: Late, end: Late) -> tuple[Late, Late]:
-        return start, end
-
-
-def test_it_declares_the_cores_that_it_computes_on(monkeypatch):
-    """A worker process has `draft_cores` of its own; drafting inline takes none beside torch's threads."""
-    monkeypatch.setattr(
-        "methods.mirror_sd.drafter.Process", lambda *made: SimpleNamespace(close=lambda: None)
-    )
-    pair = random_pair("llama")
-    assert mirror(pair, "process", draft_cores=2, kappa=2).extra_cores == 2
-    assert mirror(pair, "inline", kappa=2).extra_cores == 0 == SpeculativeSampling(pair, 4).extra_cores
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("placement", ["inline", "thread"])
-def test_times_of_drafting_are_the_draft_models_devices(monkeypatch, placement):
-    monkeypatch.setattr(worker, "Clock", LateClock)
-    drafter = mirror(random_pair("llama"), placement, kappa=2)
-    found = [step.stats for step in steps(random_pair("llama"), drafter) if step.drafted][1:]
-    assert all(isinstance(stats["overlapped_behind_exit_seconds"], float) for stats in found)
-    beside, host = (
-        sum(stats[name] for stats in found) for name in ("overlapped_behind_exit_seconds", "ipc_seconds")
-    )
-    assert beside > 10 * max(host, 0.001), "seconds of the device, not of the host"
-    drafter.close()
-
-
-def test_the_drafts_stream_has_a_high_priority(monkeypatch):
-    """Else its kernels queue after those of the target, which fill the GPU."""
-    made, entered = [], []
-    device = SimpleNamespace(type="cuda")
-
-    @contextmanager
-    def entering(stream):
-        entered.append((stream, threading.current_thread().name))
-        yield
-
-    monkeypatch.setattr(
-        torch.cuda, "Stream", lambda device, priority=0: made.append((device, priority)) or "own"
-    )
-    monkeypatch.setattr(torch.cuda, "stream", entering)
-    monkeypatch.setattr(
-        worker, "serve", lambda channel, brancher, alive: channel.replies.put(worker.Response.READY)
-    )
-    worker.Thread(SimpleNamespace(device=device), 5.0)
-    assert made == [(device, -1)] and entered == [("own", "draft")]
-
-
 @pytest.mark.one_in(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ["budget", "from the draft", "both"])
@@ -421,158 +325,6 @@ def test_drafts_are_drawn_with_other_numbers_than_acceptance(monkeypatch):
     assert len(accepting) > 20 and len(drawing) > 20 and not accepting & drawing
 
 
-def test_a_process_is_handed_what_was_written():
-    channel = ProcessChannel(longest=9, depth=3, width=4, rows=5, dtype=torch.float32)
-    tokens, probs, states = torch.tensor([7, 3]), torch.rand(2, 5), torch.rand(3, 4)
-    channel.put_draft(tokens, probs)
-    channel.put_spans((0.5, 0.0, 2.0))
-    channel.put_states(states)
-    channel.put_prompt(torch.arange(6))
-    assert channel.draft(2)[0].tolist() == [7, 3] and torch.equal(channel.draft(2)[1], probs)
-    assert channel.spans() == (0.5, 0.0, 2.0)
-    assert torch.equal(channel.states(3), states) and channel.prompt(6).tolist() == list(range(6))
-    channel.put_reason("no room " * 100)
-    assert channel.reason().startswith("no room no room")
-    for number in range(20):  # more messages than the ring holds, taken as they come
-        before = time.perf_counter()
-        channel.requests.put(2, number, 5, seconds=(0.5,))
-        message = channel.requests.take(lambda: True)
-        assert before < message.sent < time.perf_counter()
-        assert (message.kind, message.numbers[:2], message.seconds[0]) == (2, (number, 5), 0.5)
-        assert not channel.requests.waiting()
-
-
 def test_an_exit_layer_that_the_target_does_not_have():
     with pytest.raises(UserError, match=r"\b0\b.*\b5 layers"):
         mirror(random_pair("llama"), exit_layer=6)
-
-
-# -- beside, for real
-
-
-@pytest.mark.slow
-def test_a_thread_gives_the_same_and_ends():
-    pair = random_pair("mistral")
-    before = threading.active_count()
-    drafter = mirror(pair, "thread", kappa=3)
-    assert tokens_of(drafts(drafter, pair, 0.0)) == plain_drafts("mistral")
-    drafter.close()
-    assert threading.active_count() == before
-
-
-def test_a_failing_worker_ends_the_job_with_its_reason(monkeypatch):
-    pair = random_pair("llama")
-    drafter = mirror(pair, "thread")
-
-    def out_of_memory(*args):
-        raise MemoryError("no room for 64 branches")
-
-    monkeypatch.setattr(Brancher, "expand", out_of_memory)
-    with pytest.raises(JobError, match="MemoryError: no room for 64 branches"):
-        steps(pair, drafter)
-
-
-@pytest.fixture(scope="module")
-def beside():
-    """A drafter with a process of its own, and the cores this process may use."""
-    cores = os.sched_getaffinity(0)
-    drafter = mirror(random_pair("llama"), "process", kappa=3)
-    yield drafter, cores
-    pid = drafter.worker.handle.pid
-    drafter.close()
-    assert not running(pid)
-
-
-def running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    with open(f"/proc/{pid}/stat") as stat:
-        return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
-
-
-@pytest.mark.process
-def test_a_process_gives_the_same(beside):
-    drafter, cores = beside
-    pair = random_pair("llama")
-    for _ in range(3):
-        assert tokens_of(drafts(drafter, pair, 0.0)) == plain_drafts("llama")
-        del drafter.draft  # what `drafts` put there
-    assert os.sched_getaffinity(0) == cores
-
-
-@pytest.mark.process
-def test_a_process_sleeps_between_answers(beside):
-    drafter, _ = beside
-    pair = random_pair("llama")
-    steps(pair, drafter)
-
-    def used() -> int:
-        with open(f"/proc/{drafter.worker.handle.pid}/stat") as stat:
-            user, system = stat.read().rsplit(")", 1)[1].split()[11:13]
-        return int(user) + int(system)
-
-    before = used()
-    time.sleep(1.0)
-    assert used() - before <= 5  # hundredths of a second
-
-
-@pytest.mark.process
-def test_no_worker_outlives_its_parent():
-    """However the parent ends. It is forked, so that only the worker has everything to import."""
-
-    def hold_a_worker(said) -> None:
-        said.send(mirror(random_pair("llama"), "process").worker.handle.pid)
-        time.sleep(100)
-
-    hears, says = multiprocessing.Pipe()
-    parent = multiprocessing.get_context("fork").Process(target=hold_a_worker, args=(says,))
-    parent.start()
-    try:
-        assert hears.poll(60), "no worker was started"
-        pid = hears.recv()
-        assert running(pid)
-    finally:
-        parent.kill()
-        parent.join()
-    deadline = time.monotonic() + 10
-    while running(pid) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not running(pid)
-
-
-@pytest.mark.one_in(2)
-@pytest.mark.process
-@pytest.mark.parametrize("how", ["kill", "stop"])
-def test_a_worker_that_dies_or_hangs(how):
-    """Killed or stopped at a random moment of an answer: one clear error, never a wrong answer, nobody left behind."""
-    pair = random_pair("llama")
-    rng = random.Random(os.environ.get("SPECBENCH_KILLS_SEED", how))
-    answered = SamplingParams(150)
-    cores = os.sched_getaffinity(0)
-    expected = Engine(StagedModel(pair.target), SpeculativeSampling(pair, 4), frozenset()).answer(
-        PROMPT, answered
-    )
-    for _ in range(int(os.environ.get("SPECBENCH_KILLS", 1))):
-        drafter = mirror(pair, "process", kappa=3, worker_timeout=2.0)
-        engine = Engine(StagedModel(pair.target), drafter, frozenset())
-        engine.answer(PROMPT, SamplingParams(8))
-        pid = drafter.worker.handle.pid
-        sent = signal.SIGKILL if how == "kill" else signal.SIGSTOP
-        timer = threading.Timer(rng.random() * expected.seconds, os.kill, (pid, sent))
-        timer.start()
-        said = "SIGKILL" if how == "kill" else "2 seconds"
-        with pytest.raises(JobError, match=said):
-            while True:  # an answer that was complete before the worker was gone is right
-                assert engine.answer(PROMPT, answered).tokens == expected.tokens
-        with pytest.raises(JobError):
-            engine.answer(PROMPT, answered)
-        drafter.close()
-        assert not running(pid)
-        assert os.sched_getaffinity(0) == cores
-
-
-def test_the_time_between_marks_of_a_gpu_is_not_read_before_it_has_come_so_far():
-    begun, ended = object(), object()  # events
-    assert elapsed(begun, ended) == (begun, ended) and elapsed(1.0, 1.5) == 0.5

@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from methods.common import training
+from methods.common import losses, training
+from methods.eagle.steps import StepDistillation
 from methods.eqspec import EqSpec
 from methods.exspec import ExSpec
 from methods.mtp import Mtp
@@ -29,10 +30,11 @@ from specbench.system.errors import UserError
 from tests.support import batches
 from tests.support.decoding import random_pair
 from tests.support.distribution import SHAPE, p_value_alone
+from tests.support.gradients import assert_same_gradients, no_distribution_stays
 from tests.support.lossless import assert_lossless, assert_rounds_of_every_kind, cases
 from tests.support.methods import randomise, teach
 from tests.support.models import EVERY_ARCHITECTURE
-from tests.support.training import training_settings, training_workplace
+from tests.support.training import training_settings
 
 PROMPT = [3, 9, 27, 11, 33, 29, 17]
 
@@ -48,8 +50,6 @@ def head_of(pair) -> MtpModel:
 @torch.inference_mode(False)
 def trained_model(arch: str) -> MtpModel:
     """One that learnt the answers of the tests of losslessness, so that it is right now and then."""
-    from methods.eagle.steps import StepDistillation
-
     pair = random_pair(arch)
     model = head_of(pair)
     teach(StepDistillation(model, StagedModel(pair.target), 3, 0.6), model, arch, 30)
@@ -241,9 +241,29 @@ def test_a_fresh_head_is_the_best_linear_estimate_of_the_next_state(monkeypatch)
     assert guess.pow(2).mean() == pytest.approx(goal.pow(2).mean().item(), rel=0.05)
 
 
+def test_the_loss_has_the_gradients_of_all_steps_and_tokens_at_once(monkeypatch):
+    """Though it is taken in parts of two tokens, and no distribution stays in memory until the gradient."""
+    steps, decay = 3, 0.6
+    monkeypatch.setattr(losses, "CHUNK", 2 * steps)
+    pair = random_pair("llama")
+    model = head_of(pair)
+    module = StepDistillation(model, StagedModel(pair.target), steps, decay)
+    ids, weight = torch.tensor([[*PROMPT, 5, 40, 2], [2, 40, 5, *PROMPT]]), torch.rand(2, 10)
+    batch = {"input_ids": ids, "loss_weight": weight}
+    with no_distribution_stays(pair.vocab_size):
+        loss = module(batch)
+    outputs, finals = module.outputs(batch)
+    truth, joint = pair.target.lm_head(finals).softmax(-1), torch.zeros(())
+    for j, output in enumerate(outputs):
+        guessed = pair.target.lm_head(output).log_softmax(-1)
+        for t in range(1 + steps, 10):  # with enough tokens in front for the last step
+            entropy = -(truth[:, t - 1] * guessed[:, t - 2 - j]).sum(-1)
+            joint = joint + decay**j * (weight[:, t] * entropy).sum()
+    assert_same_gradients(model, loss, joint)
+
+
 @pytest.mark.slow
-def test_training_teaches_a_chain(tmp_path):
-    workplace = training_workplace(tmp_path / "pair")
+def test_training_teaches_a_chain(workplace, tmp_path):
     more = ("steps=60", "save_every=20", "draft_steps=2", "learning_rate=5e-3")
     out = mtp_train.train(training_settings("train_mtp", workplace, tmp_path / "out", *more))
     rows = [json.loads(line) for line in (out / "train_log.jsonl").read_text().splitlines()]
@@ -252,8 +272,7 @@ def test_training_teaches_a_chain(tmp_path):
     assert json.loads((out / RECORD).read_text())["held_out_run"] == rows[-1]["held_out_run"]
 
 
-def test_a_setting_of_the_training_that_cannot_work(tmp_path):
-    workplace = training_workplace(tmp_path / "pair")
+def test_a_setting_of_the_training_that_cannot_work(workplace, tmp_path):
     impossible = {"draft_steps=64": "no room", "decay=2.0": "decay", "vocab_sample=8": "vocab_sample=null"}
     for setting, says in impossible.items():
         with pytest.raises(UserError, match=says):
@@ -318,8 +337,8 @@ def test_heads_of_speculators_read_states_in_front_of_the_norm(tmp_path):
     with torch.no_grad():
         states = pair.target(torch.tensor([PROMPT]), output_hidden_states=True)
         last = []
-        pair.target.model.norm.register_forward_pre_hook(lambda _, inputs: last.append(inputs[0]))
-        pair.target(torch.tensor([PROMPT]))
+        with pair.target.model.norm.register_forward_pre_hook(lambda _, inputs: last.append(inputs[0])):
+            pair.target(torch.tensor([PROMPT]))
     torch.testing.assert_close(seen[0][depth], last[0], atol=1e-4, rtol=1e-4)
     assert not torch.allclose(last[0], states.hidden_states[-1], atol=1e-2)
     save_mtp(loaded(tmp_path), tmp_path, torch.float32)

@@ -17,9 +17,10 @@ from methods.exspec import ExSpec
 from methods.kangaroo.adapter import save_adapter
 from methods.oracle import Foretold, Oracle, evenly, rates_by_place
 from methods.ragged import RaggedBatch
+from specbench.config.spec import needs_of
 from specbench.decoding import acceptance as acceptance_rules
 from specbench.decoding.acceptance import Accepted, outcome
-from specbench.decoding.drafter import Drafter, needs_of
+from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams

@@ -23,7 +23,7 @@ from tests.support.decoding import random_pair
 from tests.support.distribution import SHAPE, p_value_alone
 from tests.support.lossless import LENGTHS, assert_lossless, assert_rounds_of_every_kind
 from tests.support.models import EVERY_ARCHITECTURE
-from tests.support.training import training_settings, training_workplace
+from tests.support.training import training_settings
 
 PROMPT = [3, 9, 27, 11, 33, 29, 17]
 
@@ -165,8 +165,7 @@ def test_a_drafted_token_is_judged_at_its_place():
 
 
 @pytest.mark.slow
-def test_training_teaches_tokens_further_ahead(tmp_path):
-    workplace = training_workplace(tmp_path / "pair")
+def test_training_teaches_tokens_further_ahead(workplace, tmp_path):
     more = ("steps=125", "save_every=25", "tokens_ahead=3", "mask_token=255", "learning_rate=5e-3")
     out = pard_train.train(training_settings("train_pard", workplace, tmp_path / "out", *more))
     rows = [json.loads(line) for line in (out / "train_log.jsonl").read_text().splitlines()]
@@ -184,7 +183,6 @@ def test_training_teaches_tokens_further_ahead(tmp_path):
         ("tokens_ahead=64", "no room"),
     ],
 )
-def test_a_setting_of_the_training_that_cannot_work(tmp_path, setting, says):
-    workplace = training_workplace(tmp_path / "pair")
+def test_a_setting_of_the_training_that_cannot_work(workplace, tmp_path, setting, says):
     with pytest.raises(UserError, match=says):
         pard_train.train(training_settings("train_pard", workplace, tmp_path / "out", setting))

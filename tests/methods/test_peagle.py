@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from methods.common import losses
 from methods.common.losses import Loss
 from methods.eagle3 import Eagle3
 from methods.eagle3.checkpoint import load_eagle3, save_eagle3
@@ -30,10 +31,11 @@ from specbench.system.errors import UserError
 from tests.support import batches
 from tests.support.decoding import random_pair
 from tests.support.distribution import SHAPE, p_value_alone
+from tests.support.gradients import assert_same_gradients, no_distribution_stays
 from tests.support.lossless import assert_lossless, assert_rounds_of_every_kind, cases
 from tests.support.methods import randomise, teach
 from tests.support.models import EVERY_ARCHITECTURE
-from tests.support.training import training_settings, training_workplace
+from tests.support.training import training_settings
 
 PROMPT = [3, 9, 27, 11, 33, 29, 17]
 MASK, AHEAD = 1, 4
@@ -242,6 +244,28 @@ def test_the_loss_by_hand():
     assert pair.target.lm_head.weight.grad is None
 
 
+def test_the_loss_has_the_gradients_of_all_masks_and_tokens_at_once(monkeypatch):
+    """Though it is taken in parts of four tokens, and no distribution stays in memory until the gradient."""
+    monkeypatch.setattr(losses, "CHUNK", 4)
+    pair, ahead = random_pair("llama"), 3
+    model = drafting_model(pair)
+    module = MaskDistillation(model, StagedModel(pair.target), ahead, 1.0, 1.0)
+    ids, weight = torch.tensor([[*PROMPT, 5, 40, 2], [2, 40, 5, *PROMPT]]), torch.rand(2, 10)
+    batch = {"input_ids": ids, "loss_weight": weight}
+    with no_distribution_stays(pair.vocab_size, len(model.token_ids)):
+        loss = module(batch)
+    by_masks = [torch.arange(8 - j) for j in range(ahead)]
+    outputs, finals = module.filled(batch, by_masks)
+    teacher, joint = pair.target.lm_head(finals), torch.zeros(())
+    for j, (places, output) in enumerate(zip(by_masks, outputs)):
+        logits = teacher[:, places + 1 + j]
+        inside = torch.isin(logits.argmax(-1), model.token_ids)
+        goal = logits[..., model.token_ids].softmax(-1)
+        entropy = -(goal * model.logits(output).log_softmax(-1)).sum(-1)
+        joint = joint + (weight[:, places + 2 + j] * inside * entropy).sum() / ahead
+    assert_same_gradients(model, loss, joint)
+
+
 def test_agreements_are_of_what_would_be_drafted():
     pair = random_pair("qwen2")
     model = drafting_model(pair)
@@ -277,8 +301,7 @@ def test_nothing_to_judge_costs_nothing():
 
 
 @pytest.mark.slow
-def test_training_teaches_masks(tmp_path):
-    workplace = training_workplace(tmp_path / "pair")
+def test_training_teaches_masks(workplace, tmp_path):
     more = (
         *("steps=60", "save_every=20", "tokens_ahead=3", "draft_layers=2", "mask_token=255"),
         *("draft_vocab=200", "learning_rate=5e-3"),
@@ -301,8 +324,7 @@ def test_training_teaches_masks(tmp_path):
         ("vocab_sample=8", "vocab_sample=null"),
     ],
 )
-def test_a_setting_of_the_training_that_cannot_work(tmp_path, setting, says):
-    workplace = training_workplace(tmp_path / "pair")
+def test_a_setting_of_the_training_that_cannot_work(workplace, tmp_path, setting, says):
     with pytest.raises(UserError, match=says):
         peagle_train.train(training_settings("train_peagle", workplace, tmp_path / "out", setting))
 

@@ -80,3 +80,11 @@ def test_a_round_gets_as_much_of_a_tree_as_it_has_room_for(nodes, depth):
     tree, levels, drafted = trees.of(batch)
     expected, its_levels = rank_tree(COUNTED[:nodes], depth, torch.device("cpu"), leaves_last=True)
     assert tree is expected and levels is its_levels and drafted == min(nodes, 8)
+
+
+def test_a_drafter_fills_what_its_levels_nodes_and_head_have_room_for():
+    """Levels first, then nodes, then ranks that the head has."""
+    assert RankTrees(COUNTED, levels=2).paths == tuple(path for path in COUNTED if len(path) <= 2)
+    assert RankTrees(COUNTED, levels=2, nodes=4).paths == ((0,), (0, 0), (1,), (3,))
+    trees = RankTrees(map(list, COUNTED), levels=2, nodes=4, rows=3)
+    assert trees.paths == ((0,), (0, 0), (1,)) and (trees.max_nodes, trees.depth) == (3, 2)

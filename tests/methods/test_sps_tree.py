@@ -275,7 +275,9 @@ def test_a_batch_drafts_what_each_sequence_drafts_alone(folder):
     twin = type(pair)(**(vars(pair) | {"draft": pair.target}))
     requests, expected = batches.cases("llama")
     engine = Engine(StagedModel(pair.target), DraftModelTree(twin, folder), frozenset(), RaggedBatch(5))
-    for step in batches.assert_lossless(engine, requests, expected):
+    steps = batches.assert_lossless(engine, requests, expected)
+    assert any(step.depth for step in steps)
+    for step in steps:
         assert step.accepted == step.depth or step.emitted == step.accepted
 
 

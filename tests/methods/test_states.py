@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from itertools import islice
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,15 +23,10 @@ from specbench.models.pairs import load_pair
 from specbench.system.errors import UserError
 from specbench.system.files import lock_folder, make_folder, read_json
 from tests.support.conf import composed
-from tests.support.training import Stopped, stop_after, training_settings, training_workplace
+from tests.support.training import Stopped, stop_after, training_settings
 
 TAPS = (1, 2, NORMED)
 SAME = Head(torch.eye(11))  # logits are states
-
-
-@pytest.fixture(scope="module")
-def workplace(tmp_path_factory):
-    return training_workplace(tmp_path_factory.mktemp("train"))
 
 
 def settings(workplace, out, *more: str):
@@ -139,7 +136,7 @@ def test_states_of_other_rows_are_refused(workplace, folder, tmp_path, changed):
         next(batches(cfg, load_pair(cfg.pair, 0, with_draft=False)))
 
 
-@pytest.mark.parametrize("changed", ["seed=1", "taps=[1]", "top=3", "precision=bf16"])
+@pytest.mark.parametrize("changed", ["seed=1", "taps=[1]", "top=3", "precision=bf16", "split=other"])
 def test_a_folder_goes_on_with_the_settings_that_began_it(workplace, tmp_path, monkeypatch, changed):
     cfg = settings(workplace, tmp_path / "again")
 
@@ -199,6 +196,21 @@ def test_a_folder_says_what_its_text_was_cleared_of(workplace, folder, tmp_path)
     assert record["left_out"] == asked > 1
     with pytest.raises(UserError, match="was begun with questions="):
         states.write(settings(workplace, tmp_path / "other"))
+
+
+def test_a_full_disk_is_one_line(workplace, tmp_path, monkeypatch):
+    class Full(io.BytesIO):
+        def write(self, content) -> int:
+            raise OSError(28, "No space left on device")
+
+    opened = Path.open
+
+    def full(path: Path, *args, **kwargs):
+        return Full() if path.suffix == ".bin" else opened(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", full)
+    with pytest.raises(UserError, match="cannot write .*held_out: No space left on device"):
+        states.write(settings(workplace, tmp_path / "again"))
 
 
 def test_a_folder_that_another_process_writes_is_left_alone(workplace, tmp_path):

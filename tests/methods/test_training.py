@@ -1,4 +1,4 @@
-"""The loop that every trainer shares, and what the sorted and the distilled draft model learn in it."""
+"""The loop that every trainer shares: threads, records, trainings that were stopped or finished, what is refused."""
 
 from __future__ import annotations
 
@@ -6,84 +6,43 @@ import json
 import shutil
 import subprocess
 import sys
+from itertools import repeat
 
 import pytest
 import torch
+from accelerate import Accelerator
 from omegaconf import OmegaConf
+from safetensors import SafetensorError
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 from methods.common import training as common
-from methods.common.training import agreement, batches, held_out_batches, training_pair
+from methods.common.training import batches, training_pair
+from methods.dflash.train import fresh_model as fresh_blocks
 from methods.eagle import train as eagle_train
 from methods.eagle3 import train as eagle3_train
 from methods.eagle3.train import fresh_model as fresh_eagle3
+from methods.hydra_heads import train as hydra_train
 from methods.kangaroo import train as kangaroo_train
+from methods.kangaroo.adapter import load_adapter, save_adapter
+from methods.medusa import train as medusa_train
 from methods.mirror_sd import train as mirror_train
-from methods.mirror_sd.streams import load_streams
 from methods.mtp.train import fresh_model as fresh_mtp
 from methods.s2d import train as s2d_train
 from methods.sps import train as sps_train
 from specbench import ROOT
 from specbench.data.questions import questions_sha256
-from specbench.data.training import CONDITIONS, LOG, RECORD, data_of, stages_of, train
+from specbench.data.training import CONDITIONS, RECORD, data_of, stages_of, train
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.models.pairs import load_pair
-from specbench.models.surgery import cut
 from specbench.system import threads
 from specbench.system.errors import UserError
 from specbench.system.files import lock_folder, make_folder, read_json
-from tests.support.decoding import random_pair
+from tests.support.blocks import MASK, settings_of
 from tests.support.messages import says
-from tests.support.models import EVERY_ARCHITECTURE, random_model
-from tests.support.training import (
-    Stopped,
-    stop_after,
-    training_overrides,
-    training_settings,
-    training_workplace,
-)
-
-SORTED = ("layers=[0,2,3]", "exits=[1,3]", "learning_rate=1e-2")
-
+from tests.support.models import random_model
+from tests.support.training import SORTED, Stopped, log, stop_after, training_overrides, training_settings
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerator")
-
-
-@pytest.fixture(scope="module")
-def workplace(tmp_path_factory):
-    return training_workplace(tmp_path_factory.mktemp("train"))
-
-
-def log(folder) -> list[dict]:
-    return [json.loads(line) for line in (folder / LOG).read_text().splitlines()]
-
-
-@pytest.mark.slow
-def test_sorted_training_learns_at_every_exit_and_goes_on_when_stopped(workplace, tmp_path, monkeypatch):
-    cfg = training_settings("train_s2d", workplace, tmp_path / "whole", *SORTED)
-    whole = AutoModelForCausalLM.from_pretrained(s2d_train.train(cfg))
-    assert whole.config.exits == [1, 3] and whole.config.num_hidden_layers == 3
-    rows = log(tmp_path / "whole")
-    assert [row["step"] for row in rows] == [15, 30, 40]
-    assert rows[-1]["loss"] < 0.5 * rows[0]["loss"]
-    assert set(rows[0]) == {"step", "threads", "loss", "held_out_agreement_1", "held_out_agreement_3"}
-    assert {row["threads"] for row in rows} == {torch.get_num_threads()}
-
-    pair = load_pair(cfg.pair, 0, with_draft=False)
-    module = s2d_train.Sorted(whole.eval(), [1, 3])
-    said = [row for batch in held_out_batches(cfg, pair) for row in [said_tokens(module, batch)]]
-    for number in range(2):  # "ab ab ab": the text itself is learnt, by both exits
-        assert torch.cat([row[number] for row in said]).float().mean() > 0.6
-
-    stop_after(monkeypatch, s2d_train.Sorted, 35)
-    cfg = training_settings("train_s2d", workplace, tmp_path / "stopped", *SORTED)
-    with pytest.raises(Stopped):
-        s2d_train.train(cfg)
-    monkeypatch.undo()
-    resumed = AutoModelForCausalLM.from_pretrained(s2d_train.train(cfg))
-    for name, weight in whole.state_dict().items():
-        torch.testing.assert_close(resumed.state_dict()[name], weight, msg=name)
 
 
 @pytest.mark.slow
@@ -105,105 +64,6 @@ def test_a_training_keeps_its_number_of_threads(workplace, tmp_path, monkeypatch
     assert used == [2, 2, 2] and left == 2
 
 
-@torch.no_grad()
-def said_tokens(module, batch) -> list[torch.Tensor]:
-    """For each exit, whether its first choice is the token that the assistant says."""
-    goals = batch["input_ids"][:, 1:][batch["loss_weight"][:, 1:] == 1.0]
-    chosen = [s2d_train.predicting(states, batch, 1.0) for states in module.states(batch)]
-    return [module.model.lm_head(states).argmax(-1) == goals for states in chosen]
-
-
-FINISHED_LOGITS = ["cohere", "granite", "gemma2"]  # scaled, divided, capped
-
-
-@pytest.mark.parametrize("arch", [*EVERY_ARCHITECTURE, *FINISHED_LOGITS])
-def test_sorted_loss_is_the_mean_of_the_exits_own_losses(arch):
-    model = random_pair(arch, seed=3).draft
-    exits = (1, 2, model.config.num_hidden_layers)
-    batch = {
-        "input_ids": torch.tensor([[5, 9, 31, 7, 22, 14]]),
-        "loss_weight": torch.tensor([[0.0, 0.0, 0.2, 1.0, 0.0, 1.0]]),
-    }
-    expected = []
-    for exit in exits:
-        short = cut(model, list(range(exit)))
-        with torch.no_grad():
-            logits = short(batch["input_ids"]).logits[0, :-1]
-        losses = torch.nn.functional.cross_entropy(logits, batch["input_ids"][0, 1:], reduction="none")
-        expected.append((losses * batch["loss_weight"][0, 1:]).sum())
-    with torch.no_grad():
-        loss = s2d_train.Sorted(model, list(exits))(batch)
-    torch.testing.assert_close(loss, torch.stack(expected).mean())
-
-
-@pytest.mark.parametrize("arch", FINISHED_LOGITS)
-def test_a_teacher_and_a_student_whose_logits_are_scaled_or_capped(arch):
-    """Both distributions are those that the models have by themselves, not those of states times head."""
-    pair = random_pair(arch, seed=3)
-    batch = {
-        "input_ids": torch.tensor([[5, 9, 31, 7, 22, 14]]),
-        "loss_weight": torch.tensor([[0.0, 0.0, 0.2, 1.0, 0.0, 1.0]]),
-    }
-    with torch.no_grad():
-        own, goal = (model(batch["input_ids"]).logits[0, :-1] for model in (pair.draft, pair.target))
-        losses = -(goal.softmax(-1) * own.log_softmax(-1)).sum(-1)
-        loss = sps_train.Distillation(pair.draft, StagedModel(pair.target))(batch)
-    torch.testing.assert_close(loss, (losses * batch["loss_weight"][0, 1:]).sum())
-
-
-@pytest.mark.parametrize("arch", FINISHED_LOGITS)
-def test_streams_of_a_model_whose_logits_are_scaled_or_capped(arch):
-    """The next token against the target's distribution, the stream's against the text, of tokens that both guess."""
-    pair = random_pair(arch, seed=3)
-    ids = torch.tensor([[5, 9, 31, 7]])
-    module = mirror_train.Streaming(pair.draft, StagedModel(pair.target), 1, 0.5)
-    with torch.no_grad():
-        states, head = module.states(ids)[0], StagedModel(pair.draft).unembed
-        goal = pair.target(ids).logits[0, 1:-1].softmax(-1)
-        main = -(goal * head(states[1:-1, 0]).log_softmax(-1)).sum()
-        stream = torch.nn.functional.cross_entropy(head(states[:-2, 1]), ids[0, 2:], reduction="sum")
-        loss = module({"input_ids": ids, "loss_weight": torch.ones(1, 4)})
-    torch.testing.assert_close(loss, main + 0.5 * stream)
-
-
-def test_a_cut_of_all_layers_is_the_target_itself():
-    target = random_pair("qwen3", seed=3).target
-    whole = cut(target, list(range(4)))
-    ids = torch.arange(3, 20).unsqueeze(0)
-    with torch.no_grad():
-        assert torch.equal(whole(ids).logits, target(ids).logits)
-    assert all(p.requires_grad for p in whole.parameters())
-    picked = cut(target, [0, 3])
-    ours, theirs = picked.model.layers[1].state_dict(), target.model.layers[3].state_dict()
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        (("layers=9",), "layers .*0 .*3"),
-        (("layers=3", "exits=[1,2]"), "exits .*1 .*3 layers"),
-    ],
-)
-def test_sorted_shapes_that_cannot_be_are_refused(workplace, tmp_path, wrong, message):
-    with pytest.raises(UserError, match=message):
-        s2d_train.train(training_settings("train_s2d", workplace, tmp_path, *wrong))
-
-
-@pytest.mark.slow
-def test_distillation_brings_a_draft_model_closer_to_its_target(workplace, tmp_path):
-    cfg = training_settings("train_sps", workplace, tmp_path, "learning_rate=1e-2")
-    pair = load_pair(cfg.pair, 0, with_draft=True)
-    target, held_out = StagedModel(pair.target), held_out_batches(cfg, pair)
-    before = agreement(sps_train.Distillation(pair.draft, target).choices, held_out)
-    out = sps_train.train(cfg)
-    draft = AutoModelForCausalLM.from_pretrained(out)
-    after = agreement(sps_train.Distillation(draft, target).choices, held_out)
-    assert after > before + 0.3
-    assert log(tmp_path)[-1]["held_out_agreement"] == pytest.approx(after)
-    assert not (out / "checkpoints").exists()
-
-
 @pytest.mark.slow
 def test_the_record_tells_every_stage(workplace, tmp_path):
     """Trained once, and once more from there: the second record holds the first, and counts the tokens of both."""
@@ -218,46 +78,6 @@ def test_the_record_tells_every_stage(workplace, tmp_path):
     (stage,) = second["earlier"]
     assert stage == {key: value for key, value in first.items() if key != "earlier"}
     assert len(stages_of(tmp_path / "second")) == 2 and stages_of(tmp_path) == []
-
-
-@pytest.mark.slow
-def test_streams_learn_what_comes_after_next(workplace, tmp_path):
-    more = ("learning_rate=1e-2", "steps=60", "save_every=30", "stream_weight=0.5")
-    cfg = training_settings("train_mirror_sd", workplace, tmp_path, *more)
-    whole = AutoModelForCausalLM.from_pretrained(mirror_train.train(cfg))
-    rows = log(tmp_path)
-    # The target, which is not trained, does not say "ab ab ab": the main stream learns it, the others the text.
-    assert rows[-1]["held_out_agreement"] > 0.3
-    # The first of three tokens on is a fourth of the time the stop token, else it can be known.
-    assert min(rows[-1][f"held_out_right_{j}"] for j in (2, 3)) > 0.5
-    streams = load_streams(tmp_path, whole)
-    assert streams.shape == (2, 64) and streams.std() > 0
-
-
-@pytest.mark.parametrize("arch", ["llama", "qwen3", "mistral"])
-def test_stream_loss_against_one_position_at_a_time(arch):
-    """The main stream is the model as it is, which learns the target's distribution; stream j is the model's next state
-    after j tokens that stand for what is not known yet, and learns the text."""
-    pair = random_pair(arch, seed=3)
-    model = pair.draft
-    module = mirror_train.Streaming(model, StagedModel(pair.target), 2, 0.1)
-    ids = torch.tensor([[5, 9, 31, 7, 22, 14]])
-    weights = torch.tensor([[0.0, 0.0, 0.2, 1.0, 0.0, 1.0]])
-    with torch.no_grad():
-        module.streams.normal_()
-        loss = module({"input_ids": ids, "loss_weight": weights})
-        expected = torch.zeros(())
-        embedded = model.get_input_embeddings()(ids)
-        goals = pair.target(ids).logits[0].softmax(-1)
-        for t in range(6):
-            known = [embedded[:, : t + 1], *(embedded[:, t : t + 1] + p for p in module.streams)]
-            logits = model(inputs_embeds=torch.cat(known, dim=1), use_cache=False).logits[0, t:]
-            for j, scale in enumerate((1.0, 0.1, 0.1)):
-                if 3 <= t + 1 + j < 6:  # tokens with enough in front for the last stream
-                    goal = goals[t] if j == 0 else ids[0, t + 1 + j]
-                    own = torch.nn.functional.cross_entropy(logits[j], goal)
-                    expected += scale * weights[0, t + 1 + j] * own
-    torch.testing.assert_close(loss, expected)
 
 
 @pytest.mark.slow
@@ -511,16 +331,127 @@ def test_text_in_which_the_assistant_never_speaks_is_refused(workplace, tmp_path
         next(batches(cfg, load_pair(cfg.pair, 0, with_draft=False)))
 
 
+LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}
+
+
 @pytest.mark.parametrize(
-    ("arch", "settings", "base"),
+    ("arch", "settings", "base", "factor"),
     [
-        ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, 5e5),
-        ("opt", {}, 1e4),  # has no rotary positions: the usual ones
+        ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, 5e5, 1.0),
+        ("llama", {"rope_parameters": LINEAR, "rms_norm_eps": 1e-4}, 5e5, 2.0),
+        ("opt", {}, 1e4, 1.0),  # has no rotary positions: the usual ones
     ],
 )
-def test_a_drafting_layer_turns_as_its_target_does(arch, settings, base):
+def test_a_drafting_layer_turns_as_its_target_does(arch, settings, base, factor):
+    """And has its heads and eps, whichever trainer makes it; an adapter has keys for each query head."""
     target = StagedModel(random_model(arch, 0, **settings))
-    for model in (fresh_eagle3(target, torch.arange(8)), fresh_mtp(target)):
-        width = model.head_dim
-        frequencies = base ** -(torch.arange(0, width, 2) / width)
+    theirs, adapter = target.config, kangaroo_train.fresh_adapter(target, 1)
+    models = [
+        adapter,
+        eagle_train.fresh_model(target),
+        fresh_eagle3(target, torch.arange(8)),
+        hydra_train.fresh_heads(target, 2, 1, True, False).prefix,
+        fresh_mtp(target),
+        fresh_blocks(settings_of("independent"), target, MASK),
+    ]
+    for model in models:
+        config, width = model.config, model.head_dim
+        frequencies = base ** -(torch.arange(0, width, 2) / width) / factor
         torch.testing.assert_close(model.rotary.inv_freq, frequencies)
+        assert config.rms_norm_eps == getattr(theirs, "rms_norm_eps", 1e-6)
+        assert config.num_attention_heads == theirs.num_attention_heads
+        shared = theirs.num_attention_heads if model is adapter else theirs.num_key_value_heads
+        assert config.num_key_value_heads == shared
+        assert not [name for name, _ in model.named_parameters() if name.endswith("_proj.bias")]
+
+
+def test_an_adapter_turns_the_same_when_loaded(tmp_path):
+    target = StagedModel(random_model("llama", 0, rope_parameters=LINEAR))
+    adapter = kangaroo_train.fresh_adapter(target, 1)
+    save_adapter(adapter, tmp_path, torch.float32, exit_layer=1)
+    loaded = load_adapter(tmp_path, target.config, torch.device("cpu"), torch.float32)
+    assert torch.equal(loaded.rotary.inv_freq, adapter.rotary.inv_freq)
+
+
+@pytest.mark.parametrize(
+    ("name", "trainer", "setting"),
+    [
+        ("train_medusa", medusa_train, "heads=19"),
+        ("train_hydra_heads", hydra_train, "heads=19"),
+        ("train_mirror_sd", mirror_train, "streams=19"),
+        ("train_eagle", eagle_train, "length=7"),
+    ],
+)
+def test_rows_without_room_for_all_guesses(workplace, tmp_path, monkeypatch, name, trainer, setting):
+    """Of 20 tokens, if nothing else is said. It is told before anything is loaded, not at the end."""
+    monkeypatch.setattr(common, "load_pair", None)
+    with pytest.raises(UserError, match="length=.* leaves no room for"):
+        trainer.train(training_settings(name, workplace, tmp_path / "out", setting))
+
+
+class Weight(torch.nn.Linear):
+    """batch -> a number times the one weight."""
+
+    def __init__(self, factor: float = 1.0):
+        super().__init__(1, 1, bias=False)
+        self.factor = factor
+
+    def forward(self, batch) -> torch.Tensor:
+        return self.factor * self.weight.sum()
+
+
+def trained(workplace, out, module: Weight, evaluate=dict, save=lambda out, figures: None):
+    """Trains it for three steps, with a state after each."""
+    cfg = training_settings("train_kangaroo", workplace, out, "steps=3", "save_every=1")
+    batch = {"input_ids": torch.ones(1, 4, dtype=torch.long), "loss_weight": torch.ones(1, 4)}
+    return train(module, repeat(batch), evaluate, save, cfg, "nothing")
+
+
+@pytest.mark.slow
+def test_a_loss_that_is_no_number_ends_a_training_in_one_line(workplace, tmp_path):
+    with pytest.raises(UserError, match="the loss is nan at step 1: set a smaller learning_rate"):
+        trained(workplace, tmp_path, Weight(float("nan")))
+    assert not [*tmp_path.glob("checkpoints/state*")]
+
+
+@pytest.mark.slow
+def test_a_figure_of_no_token_is_null(workplace, tmp_path):
+    """Held-out answers may be too short for the last guess."""
+    saved: list[dict] = []
+    figures = {"held_out_agreement": 0.5, "step_2_agreement": float("nan")}
+    trained(workplace, tmp_path, Weight(), lambda: figures, lambda out, found: saved.append(found))
+    for written in (*saved, *log(tmp_path), read_json(tmp_path / RECORD)):
+        assert written["held_out_agreement"] == 0.5 and written["step_2_agreement"] is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(28, "No space left on device"),
+        RuntimeError("PytorchStreamWriter failed writing file"),
+        SafetensorError("No space left on device"),
+    ],
+)
+def test_a_full_disk_is_one_line_and_leaves_the_state_before(workplace, tmp_path, monkeypatch, error):
+    save_state = Accelerator.save_state
+
+    def full(self, folder: str) -> None:
+        if (tmp_path / "checkpoints" / "state-1").exists():
+            raise error
+        save_state(self, folder)
+
+    monkeypatch.setattr(Accelerator, "save_state", full)
+    with pytest.raises(UserError, match=f"cannot write .*checkpoints: {type(error).__name__}"):
+        trained(workplace, tmp_path, Weight())
+    assert [path.name for path in tmp_path.glob("checkpoints/state-*")] == ["state-1"]
+    monkeypatch.undo()
+
+    def refused(out, figures) -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(UserError, match="cannot write .*No space left on device"):
+        trained(workplace, tmp_path, Weight(), save=refused)
+    assert not (tmp_path / RECORD).exists()
+    assert trained(workplace, tmp_path, Weight()) == tmp_path
+    assert [row["step"] for row in log(tmp_path)] == [1, 2, 2, 3, 3]

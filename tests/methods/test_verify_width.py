@@ -13,11 +13,10 @@ import torch
 from omegaconf import OmegaConf
 
 from specbench.decoding.cpu import grouped_attention
-from specbench.decoding.device import place_weights
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
+from specbench.decoding.model import fixed_shape, layer_stack
 from specbench.decoding.model import graphs as passes
-from specbench.decoding.model import staged_model as targets
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import Request
@@ -26,6 +25,7 @@ from specbench.measure.arms import HF, METHOD
 from specbench.measure.certify import Certifier
 from specbench.measure.numeric_noise import forced_logits, model_noise, shape_noise, tree_logits
 from specbench.measure.runner import prepare
+from specbench.models.pairs import place_weights
 from specbench.system.errors import UserError
 from tests.methods.test_graphs import DRAFTERS, SCHEDULERS, answers, expected, requests
 from tests.support.conf import composed
@@ -42,7 +42,7 @@ WIDTH = 8
 def _torchs_attention(request, monkeypatch):
     """With kernels of our own no width is needed: it is tested without, but where all products have them, too."""
     if "panels" not in request.fixturenames:
-        for module in (targets, grouped_attention):
+        for module in (layer_stack, grouped_attention):
             monkeypatch.setattr(module, "has_kernel", lambda device, dtype: False)
 
 
@@ -246,14 +246,14 @@ def test_drafts_that_are_longer_are_refused():
 
 @pytest.mark.parametrize("method", ["sps", "recycling"])
 def test_a_pass_must_not_pad_over_its_own_tokens(monkeypatch, method):
-    right, inner = expected("llama", 3), targets.materialize
+    right, inner = expected("llama", 3), fixed_shape.materialize
 
     def shifted(ctx, counting, capacity, b, n, width):
         made = inner(ctx, counting, capacity, b, n, width)
         made.write_index = torch.cat([made.write_index[:n], made.write_index[n:] - 2])
         return made
 
-    monkeypatch.setattr(targets, "materialize", shifted)
+    monkeypatch.setattr(fixed_shape, "materialize", shifted)
     engine = Engine(
         StagedModel(sorted_pair("llama").target, width=WIDTH),
         DRAFTERS[method](sorted_pair("llama"), None),

@@ -13,7 +13,8 @@ from transformers import SmolLM3Config, SmolLM3ForCausalLM
 from specbench.decoding.model.graphs import Options, options_of
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.measure.agreement import check_staged
-from specbench.models.pairs import choose_device, load_pair
+from specbench.models import pairs
+from specbench.models.pairs import SWITCH, choose_device, compiles, load_pair, place_weights, prepare_device
 from specbench.models.surgery import cut
 from specbench.system.errors import UserError
 from tests.support.models import TEMPLATE, byte_tokenizer, random_model, save_pair
@@ -299,6 +300,40 @@ def test_devices():
         choose_device("cuda:99")
     with pytest.raises(UserError, match=r"pair\.device 'gpu'"):
         choose_device("gpu")
+
+
+def test_a_gpu_is_prepared_where_a_pair_is_loaded(cfg, monkeypatch):
+    called, cpu, second_gpu = [], torch.device("cpu"), torch.device("cuda:1")
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: called.append(("current", device)))
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", lambda on: called.append(("cudnn", on)))
+    prepare_device(cpu)
+    assert called == []
+    prepare_device(second_gpu)
+    assert called == [("current", second_gpu), ("cudnn", False)]
+    seen = []
+    monkeypatch.setattr(pairs, "prepare_device", seen.append)
+    load_pair(cfg, seed=0, with_draft=False)
+    assert seen == [cpu]
+
+
+def test_weights_are_cast_and_buffers_are_not():
+    module = torch.nn.Linear(2, 3)
+    module.register_buffer("inv_freq", torch.rand(4))
+    place_weights(module, torch.device("cpu"), torch.bfloat16)
+    assert {p.dtype for p in module.parameters()} == {torch.bfloat16}
+    assert module.inv_freq.dtype == torch.float32
+
+
+def test_what_is_compiled_depends_on_setting_and_device(monkeypatch):
+    monkeypatch.delenv(SWITCH, raising=False)
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert [compiles(None, device) for device in (cpu, cuda)] == [True, False]
+    assert [compiles(value, device) for value in (True, False) for device in (cpu, cuda)] == [True] * 2 + [
+        False
+    ] * 2
+    monkeypatch.setenv(SWITCH, "0")
+    assert not compiles(None, cpu)
+    assert compiles(True, cpu)
 
 
 def _file(folder, name):

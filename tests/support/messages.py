@@ -1,6 +1,16 @@
-"""What a message must say, without the English around it."""
+"""What a table shows as text, and what a message must say without the English around it."""
 
 from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+
+def shown(renderable, width=100, color=False) -> str:
+    out = io.StringIO()
+    Console(file=out, width=width, force_terminal=color).print(renderable)
+    return out.getvalue()
 
 
 def says(text: str, parts: str) -> bool:

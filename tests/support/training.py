@@ -8,11 +8,13 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
+from specbench.data.training import LOG
 from tests.support.conf import composed
 from tests.support.models import save_pair
 
 # The same few words over and over, so that the held-out conversations can be learnt from the others.
 WORDS = ["".join(word) for n in (1, 2) for word in product("ab", repeat=n)] * 20
+SORTED = ("layers=[0,2,3]", "exits=[1,3]", "learning_rate=1e-2")  # of the sorted draft model
 
 
 class Stopped(Exception):
@@ -54,6 +56,11 @@ def training_overrides(workplace: Path, out: Path, *more: str) -> list[str]:
 def training_settings(name: str, workplace: Path, out: Path, *more: str) -> DictConfig:
     """The configuration of a trainer with those arguments."""
     return composed(name, *training_overrides(workplace, out, *more))
+
+
+def log(folder: Path) -> list[dict]:
+    """The log of a training."""
+    return [json.loads(line) for line in (folder / LOG).read_text().splitlines()]
 
 
 def stop_after(monkeypatch, module: type, calls: int) -> None:

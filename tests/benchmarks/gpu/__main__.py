@@ -100,8 +100,7 @@ def run(name: str, own: list[str], limit: float, file: TextIO) -> None:
 
 def measure(name: str, device: str, small: bool, file: TextIO) -> None:
     """Runs a part in this process."""
-    from specbench.decoding.device import prepare_device
-    from specbench.models.pairs import choose_device
+    from specbench.models.pairs import choose_device, prepare_device
     from tests.benchmarks.gpu.figures import Check, Figure
     from tests.benchmarks.gpu.parts import PARTS
 

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from methods.sps import SpeculativeSampling
-from specbench.decoding.device import prepare_device
 from specbench.decoding.kv_cache import ForwardContext
 from specbench.decoding.kv_layout import RaggedLayout
 from specbench.decoding.model.graphs import EagerRunner, GraphRunner
@@ -23,7 +22,7 @@ from specbench.decoding.slots import Slots
 from specbench.decoding.state import Batch, Draft
 from specbench.decoding.trace import Clock
 from specbench.measure.machine import provenance
-from specbench.models.pairs import Pair, load_pair
+from specbench.models.pairs import Pair, load_pair, prepare_device
 from tests.benchmarks.gpu.figures import GB, MS, REPEATS, Check, Figure, seconds
 
 # What a kernel does, by a piece of its name; all others work element by element, or sum.

@@ -14,7 +14,8 @@ from typing import Any
 import yaml
 
 from specbench import CONF
-from specbench.decoding.drafter import Drafter, needs_of
+from specbench.config.spec import needs_of
+from specbench.decoding.drafter import Drafter
 from specbench.models.pairs import Pair, load_pair
 from specbench.system.settings import parameters
 

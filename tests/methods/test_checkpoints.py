@@ -1,0 +1,83 @@
+"""Checkpoints of trained parts: where they are read, what is left out of them, and parts that are ready to draft."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from methods.common.checkpoints import (
+    EMBEDDING,
+    HEAD,
+    WEIGHTS,
+    drop_copies,
+    fill,
+    read_checkpoint,
+    ready,
+    sizes_trained_for,
+)
+from specbench.decoding.cpu.packed_linear import PackedLinear
+from specbench.decoding.model.staged_model import StagedModel
+from specbench.system.errors import UserError
+from tests.support.decoding import random_pair
+
+WHAT = "the part"
+EXPANSION = SimpleNamespace(old=SimpleNamespace(hidden=32, layers=2, vocab=50))
+
+
+def target() -> StagedModel:
+    return StagedModel(random_pair("llama").target)
+
+
+def copies() -> dict[str, torch.Tensor]:
+    """The target's own, and a tensor beside them."""
+    model = target()
+    embedding, head = (part.weight.detach().clone() for part in (model.embed_tokens, model.lm_head))
+    return {EMBEDDING: embedding, HEAD: head, "fc.weight": torch.ones(2)}
+
+
+def test_a_folder_of_the_project_is_read_from_wherever_the_command_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    settings, state = read_checkpoint("specbench/tiny/weights/medusa", WHAT, [WEIGHTS])
+    assert settings["medusa_num_heads"] == len({name.split(".")[0] for name in state})
+
+
+def test_a_part_was_trained_for_the_target_as_it_was_before_it_was_expanded():
+    model = target()
+    sizes = model.hidden_size, len(model.layers), model.vocab_size
+    assert sizes_trained_for(model, None) == sizes != (32, 2, 50)
+    assert sizes_trained_for(model, EXPANSION) == (32, 2, 50)
+
+
+@pytest.mark.parametrize("name", [EMBEDDING, HEAD])
+def test_copies_of_the_targets_weights_are_left_out_once_they_are_compared(name):
+    state = copies()
+    drop_copies("folder", WHAT, state, target(), None)
+    assert state.keys() == {"fc.weight"}
+    changed = copies()
+    changed[name][0] += 1
+    with pytest.raises(UserError, match=f"'folder' were made for another target: {name} is not"):
+        drop_copies("folder", WHAT, {**changed}, target(), None)
+    drop_copies("folder", WHAT, changed, target(), EXPANSION)  # whose weights are others
+    assert changed.keys() == {"fc.weight"}
+
+
+def test_a_head_that_is_no_copy_stays():
+    state = copies() | {HEAD: torch.ones(3, 64)}
+    drop_copies("folder", WHAT, state, target(), None, [EMBEDDING])
+    assert state.keys() == {HEAD, "fc.weight"}
+
+
+def test_a_part_that_is_ready_has_no_gradients_and_packed_products():
+    part = ready(torch.nn.Sequential(torch.nn.Linear(4, 3)), torch.device("cpu"), torch.bfloat16)
+    assert not part.training and isinstance(part[0], PackedLinear)
+    assert all(not weight.requires_grad and weight.dtype == torch.bfloat16 for weight in part.parameters())
+
+
+def test_every_tensor_that_does_not_fit_is_named():
+    part, state = torch.nn.Linear(4, 3), {"weight": torch.ones(3, 5), "more": torch.ones(1)}
+    with pytest.raises(UserError, match=r"missing bias; unknown more; weight is \(3, 5\), not \(3, 4\)"):
+        fill("folder", WHAT, part, state)
+    fill("folder", WHAT, part, {"weight": torch.ones(3, 4), "bias": torch.zeros(3)})
+    assert bool((part.weight == 1).all()) and not part.bias.any()
