@@ -1,9 +1,8 @@
 """Lets the target answer prompts, as text to train on: `python -m methods.answer pair=... conversations=FILE`.
 
-A draft model that has to agree with a target learns it best from what that target says (DistillSpec, Zhou et al. 2023),
-its habits and its faults included. Every turn of a conversation is answered anew, after the target's own earlier
-answers. The result is a JSON Lines file that each trainer takes as `conversations=`; a run that was stopped goes on
-after its last line.
+A draft model learns to agree with a target best from the target's own answers (DistillSpec, Zhou et al. 2023), habits
+and faults included. Every turn of a conversation is answered anew, after the target's own earlier answers. The result
+is a JSON Lines file that each trainer takes as `conversations=`; a stopped run continues after its last line.
 """
 
 from __future__ import annotations

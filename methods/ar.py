@@ -1,4 +1,4 @@
-"""Plain autoregressive decoding: the baseline of every comparison. As a method it is measured against itself (A/A)."""
+"""Autoregressive decoding: the baseline of every comparison. As a method it is measured against itself (A/A)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from specbench.models.pairs import Pair
 
 
 class Autoregressive(Drafter):
-    """Drafts nothing, so that every round is one target pass and one token."""
+    """Drafts nothing: every round is one target pass and emits one token."""
 
     needs = Needs(text_alone=True)
     deterministic = True

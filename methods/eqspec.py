@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 
 class EqSpec(Scheduler):
-    """Static batches: the sequences of one begin together, and the next batch when the last of them is done.
+    """Static batches: all sequences of a batch begin together; the next batch begins when the last of them is done.
 
-    After a round in which its sequences kept different numbers of tokens: unpad, append, repad, that is, all content
-    moves up to a common end, in one gather per layer. Unlike in the authors' code sequences that are done leave the
-    batch, and a fully accepted draft earns its bonus token.
+    After a round in which sequences kept different numbers of tokens, all content moves up to a common end, in one
+    gather per layer (unpad, append, repad). Unlike in the authors' code, finished sequences leave the batch, and a
+    fully accepted draft earns its bonus token.
     """
 
     def layout(self, cache: KVCache) -> AlignedLayout:

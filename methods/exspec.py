@@ -1,4 +1,4 @@
-"""EXSPEC (Zhang et al. 2025, arXiv 2510.22876): rounds of sequences of the same length, taken from a pool."""
+"""EXSPEC (Zhang et al. 2025, arXiv 2510.22876): rounds of sequences of equal length, chosen from a window."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ if TYPE_CHECKING:
 
 
 class ExSpec(Scheduler):
-    """Forms each round of sequences of one length, where the pool has enough of them.
+    """Forms each round of sequences of equal length, if the window has enough of them.
 
-    A round takes a full batch of one length, if there is one. But sequences outside the batch of the last round must be
-    copied into it: a same-length group is used only if at least half of it ran in the last round, and none once a
-    sequence has been skipped `max_skipped_rounds` times in favour of younger ones. Otherwise the oldest run. Where they
-    end in different entries holes remain; up to `slack` of them are tolerated before a realignment (see
-    `AlignedLayout`): with right positions they cost attention to some empty entries and no copy.
+    Sequences that did not run in the last round must be copied into the batch. So a group of equal length is used only
+    if at least half of it ran in the last round, and none is used once a sequence has been skipped `max_skipped_rounds`
+    times in favour of younger ones. Otherwise the oldest sequences run. Where sequences end in different entries, holes
+    remain. Up to `slack` of them are tolerated before a realignment (see `AlignedLayout`): with correct positions they
+    cost attention to some empty entries, but no copy.
 
     Not as in the paper: its authors take the first group that reaches the batch size, in the order of the window,
-    wherever its sequences are, and a sequence can be skipped without end. Here it is the group of which most sequences
-    ran in the last round, only if that is at least half of them, and `max_skipped_rounds` bounds the wait.
+    wherever its sequences are, and a sequence can be skipped without end. Here the group is the one of which most
+    sequences ran in the last round, and `max_skipped_rounds` bounds the wait.
 
     Args:
         batch_size: sequences in a round.
         token_budget: as in `Scheduler`.
-        window: prefilled sequences that rounds are chosen from; a new one enters as soon as one is done.
+        window: prefilled sequences among which rounds choose; a new one enters as soon as one is done.
         slack: as in `AlignedLayout`.
         max_skipped_rounds: rounds in which a sequence may be skipped in favour of younger ones.
     """

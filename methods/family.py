@@ -1,10 +1,10 @@
 """Makes the embedded family from nothing: `python -m methods.family [--out build/tiny] [--install]`.
 
 First the targets learn the text of the world (`specbench.tiny.train`). Then both answer the same prompts, and every
-drafter learns from these answers, for the same number of tokens over all its stages: what a table compares is methods,
-not training sets. The targets' answers are looked at, too (`specbench.tiny.soundness`). Each step is a process of its
-own with a log (`OUT/logs`); steps that do not need each other run together, with one thread each. A step is left out
-where its result is there already, and goes on where it was stopped.
+drafter learns from these answers, for the same number of tokens over all its stages: a table then compares methods, not
+training sets. The targets' answers are checked, too (`specbench.tiny.soundness`). Each step is a process of its own
+with a log (`OUT/logs`); independent steps run together, with one thread each. A step whose result exists is skipped,
+and a stopped one continues where it was stopped.
 """
 
 from __future__ import annotations

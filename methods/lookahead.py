@@ -1,10 +1,10 @@
-"""Lookahead decoding (Fu et al. 2024, arXiv 2402.02057): the target writes its own n-grams beside the text.
+"""Lookahead decoding (Fu et al. 2024, arXiv 2402.02057): the target generates n-grams alongside the text.
 
 A window of W columns follows the pending token. A column holds N - 1 successive tokens of a guessed future; the
-first tokens of all columns are a chain after the pending token, which is that of the first column. Each verification
-gives every column the target's choice after its end: that makes N tokens, an n-gram. The n-gram goes into a pool, and
-the column goes on without its first token. The n-grams of the pool that begin with the pending token are the draft,
-which is verified in the same pass. No model, no training.
+first tokens of all columns are a chain that begins with the pending token, in place of the first column's own. Each
+verification gives every column the target's choice after its end: that makes N tokens, an n-gram. The n-gram enters a
+pool, and the column drops its first token. The pool's n-grams that begin with the pending token are the draft, which
+is verified in the same pass. No model, no training.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Pool:
     """N-grams by their first token.
 
     Attributes:
-        size: the most n-grams with one first token; the one that was added longest ago makes room.
+        size: the most n-grams with one first token; a new one replaces the one added longest ago.
         after: for each first token the other tokens of its n-grams, the latest one last.
     """
 
@@ -61,12 +61,12 @@ class Pool:
 
 @dataclass(slots=True)
 class Search:
-    """What is kept of a sequence.
+    """The state of one sequence.
 
     Attributes:
-        columns: W of N - 1 tokens. The pending token stands in place of the first column's first one.
+        columns: W of N - 1 tokens. The pending token takes the place of the first column's first one.
         pool: the n-grams.
-        rounds: how often the window went on.
+        rounds: how often the window has advanced.
     """
 
     columns: list[tuple[int, ...]]
@@ -93,16 +93,16 @@ class Search:
 class Lookahead(Drafter):
     """Drafts the n-grams of a pool, and fills the pool; see the module.
 
-    Not as in the authors' code: the window begins full, as in the paper, with random tokens of the prompt, and the pool
-    takes nothing from them; n-grams with a common beginning share its nodes; one that fits gives N tokens, where theirs
-    leaves out the target's own after it; with temperature the draft is verified by the target's own draws, so that the
-    text is that of autoregressive decoding. The window takes the likeliest tokens at any temperature, as theirs does.
+    Not as in the authors' code: the window begins full, as in the paper, with random tokens of the prompt, none of
+    which enters the pool; n-grams with a common prefix share its nodes; a completely accepted n-gram gives N tokens,
+    where theirs leaves out the bonus token; when sampling, the draft is verified by the target's own draws, so the text
+    is that of autoregressive decoding. The window takes the likeliest tokens at any temperature, as theirs does.
 
     Args:
         pair: with the target.
         window: columns (W).
         ngram: tokens of an n-gram (N).
-        guesses: n-grams that the pool keeps of each first token (G).
+        guesses: n-grams that the pool keeps for each first token (G).
         text: whether the n-grams of the prompt and of the answer so far enter the pool, too: the paper's variant with
             the prompt as reference.
     """

@@ -1,11 +1,11 @@
 """An oracle: real draft passes at a chosen acceptance, to find the acceptance at which speculation pays off.
 
-It wraps another drafter. The passes of that one take their real time, but the tokens that come out of them are the
-oracle's: the target's own next token with the chosen probability, else another one. The probability may differ by the
-token's place in the draft, so that a published acceptance can be timed where there is no such drafter. A drafter with a
-head gets its tokens there, so that it goes on from them: its cache, and the states that it may hand to the
-verification, belong to the tokens that are verified. The target's own answers are known beforehand
-(`Drafter.set_reference_answers`); they are verified and certified like those of any method.
+It wraps another drafter, whose passes take their real time. The tokens that come out of them are the oracle's: the
+target's own next token with the chosen probability, else another one. The probability may depend on the token's
+position in the draft, so that a published acceptance can be timed without its drafter. If the drafter has a head, the
+oracle's tokens replace the head's choices, and the drafter continues from them: its cache, and the states that it may
+hand to the verification, belong to the tokens that are verified. The target's own answers are known beforehand
+(`Drafter.set_reference_answers`); the oracle's are verified and certified like those of any method.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ UNKNOWN = -1  # in place of a token: the wrapped drafter's own is proposed
 
 
 class Foretold:
-    """What may be proposed for an answer that is known, drawn once for each of its positions.
+    """What may be proposed for a known answer, drawn once for each of its positions.
 
     Args:
         prompt: token ids.
         answer: the target's own new token ids.
-        vocab_size: ids of which a wrong token is one.
+        vocab_size: ids among which a wrong token is chosen.
         seed: with the prompt, of the draws: every repeat, draft length and scheduler gets the same ones.
         spare: arbitrary tokens after the end of the answer, so that the last draft is as long as the others.
 
     Attributes:
         right: [n] the target's own token at each position.
         wrong: [n] another one.
-        draws: [n] numbers in [0, 1): the right one is proposed where its place in the draft has a higher acceptance.
+        draws: [n] numbers in [0, 1): the right one is proposed if the acceptance of its place in the draft is higher.
     """
 
     def __init__(self, prompt: list[int], answer: list[int], vocab_size: int, seed: int, spare: int):
@@ -63,11 +63,11 @@ class Foretold:
 
 
 class OracleHead:
-    """The head of a drafter, whose choices give way to the oracle's. Everything else is the head's own.
+    """The head of a drafter whose choices the oracle replaces. Everything else is the head's own.
 
     Args:
         head: the head.
-        begin: called in front of each draft.
+        begin: called before each draft.
         instead: the tokens [n] to propose in place of the chosen ones [n].
     """
 
@@ -88,24 +88,24 @@ class OracleHead:
 class Oracle(WrappedDrafter):
     """Drafts tokens of a chosen acceptance at the cost of another drafter.
 
-    Where an answer is not known, or has left the known one (after a near-tie), the wrapped drafter's own tokens are
+    If an answer is not known, or has left the known one (after a near-tie), the wrapped drafter's own tokens are
     proposed.
 
     Args:
         pair: with what the wrapped drafter needs.
         drafter: configuration of the wrapped drafter. Its draft length becomes `max_draft_tokens`, and it never stops
             early.
-        acceptance: probability that a draft token is accepted when all before it in the draft were. Or, for each place
-            of a draft, the share of drafts whose token there is accepted, as engines print it; 0 at further places.
-        acceptance_length: in place of it the mean of tokens per target pass, as evenly as it can be: of every draft
-            one of two neighbouring numbers of tokens is accepted.
+        acceptance: probability that a draft token is accepted if all before it in the draft were. Or, for each position
+            in a draft, the share of drafts whose token there is accepted, as engines print it; 0 at further positions.
+        acceptance_length: the mean number of tokens per target pass, instead of `acceptance`; spread as evenly as
+            possible: every draft has one of two neighbouring numbers of accepted tokens.
         cost_of: name of the wrapped drafter.
         max_draft_tokens: draft length, shorter only where the answer has less room.
         seed: of the draws.
 
     Raises:
-        UserError: the wrapped drafter drafts trees, or works during verification; the shares by place rise; the length
-            is more than a draft can give.
+        UserError: the wrapped drafter drafts trees, or works during verification; the shares by position increase; the
+            length is more than a draft can give.
     """
 
     needs = Needs(sampling=False, reference_answer=True)

@@ -1,7 +1,7 @@
 """Makes what every method needs for one target: `python -m methods.parts pair=smollm2-135m`.
 
-The target writes conversations, its states of them are kept, and every part learns from these, for the same number of
-tokens: what a table compares is methods, not training sets. A step is left out where its result is there already, and
+The target writes conversations, its states of them are stored, and every part learns from these, for the same number of
+tokens: a table then compares methods, not training sets. A step whose result exists is skipped; a stopped step
 continues where it was stopped.
 """
 

@@ -24,10 +24,10 @@ class PromptLookup(Drafter):
     Args:
         pair: not used.
         max_draft_tokens: longest draft.
-        max_ngram: longest n-gram that is looked for.
-        min_ngram: shortest n-gram that is looked for.
+        max_ngram: longest n-gram that is looked up.
+        min_ngram: shortest n-gram that is looked up.
         match: "earliest": the n-gram's first occurrence; if fewer than `max_draft_tokens` tokens follow it, a shorter
-            n-gram is looked for, as in the author's code. "latest": its last occurrence that a token follows.
+            n-gram is looked up, as in the author's code. "latest": its last earlier occurrence.
 
     Raises:
         UserError: `min_ngram` is above `max_ngram`.

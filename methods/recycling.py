@@ -1,8 +1,8 @@
 """Token Recycling (Luo et al. 2025, arXiv 2408.08696): a tree of each token's most recent top-k successors.
 
-A table holds, for every token, the target's latest likeliest followers, whatever stood before it. A draft is a fixed
-tree of ranks that is filled from the table level by level. Every token that was verified, accepted or not, then gives
-the table its new followers. No model, no training.
+A table holds, for every token, the target's latest likeliest successors, whatever the context was. A draft is a fixed
+tree of ranks that is filled from the table level by level. Every verified token, accepted or not, then updates its
+successors in the table. No model, no training.
 """
 
 from __future__ import annotations
@@ -78,17 +78,17 @@ LIKELY = (0.5, 0.14, 0.08, 0.05, 0.04, 0.03, 0.025, 0.02)
 class TokenRecycling(Drafter):
     """Drafts a tree of ranks; see the module.
 
-    Not as in the authors' code: which of several nodes with one token updates the table is defined (one that was
-    accepted, then a shallow one); the prompt's own logits can fill the table before the first draft; with temperature
-    the tree is verified by the target's own draws, so that the text is that of autoregressive decoding.
+    Not as in the authors' code: it is defined which of several nodes with one token updates the table (an accepted one
+    first, then a shallow one); the prompt's own logits can fill the table before the first draft; when sampling, the
+    tree is verified by the target's own draws, so the text is that of autoregressive decoding.
 
     Args:
         pair: with the target.
-        nodes: of the tree: the authors' 80, or the likeliest so many of them.
+        nodes: of the tree: the authors' 80, or this many of the likeliest of them.
         prompt: whether the prompt fills the table, too: one use of the head for each of its tokens.
-        memory: "answer": every answer begins with an empty table, so that no order of questions matters; "run": the
-            table goes on through all answers, and all sequences of a batch share it, as published.
-        warm: a file of conversations: a table begins with what the target thinks at each of their tokens, not empty.
+        memory: "answer": every answer begins with an empty table, so the order of questions does not matter; "run": one
+            table lasts through all answers, shared by all sequences of a batch, as published.
+        warm: a file of conversations: tables begin with the target's successors of their tokens instead of empty.
 
     Raises:
         UserError: more nodes than the tree has.

@@ -1,8 +1,8 @@
-"""SAM-Decoding (Hu et al. 2024, arXiv 2411.10666): what followed the longest end of the text that stood there before.
+"""SAM-Decoding (Hu et al. 2024, arXiv 2411.10666): copies what followed the longest suffix that occurred before.
 
 A suffix automaton of the prompt and the answer maintains the longest match in amortised O(1) per token. The longer the
-match, the longer the draft. A corpus, whose suffix array lies on the disk, can be looked up, too: the longer match
-drafts. Where both are short, an auxiliary drafter can do it.
+match, the longer the draft. A corpus, whose suffix array is on disk, can be looked up, too: the longer match drafts.
+If both are short, an auxiliary drafter can draft.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 class SAMDecoding(WrappedDrafter):
     """Drafts what followed the longest match; see the module.
 
-    Not as in the authors' code: where what followed ends with the text, the draft goes on with its own beginning, as
-    the text then repeats itself; a copied draft is not filled up to a constant length.
+    Not as in the authors' code: if the continuation reaches the end of the text, the draft repeats it from its
+    beginning, as the text repeats itself there; a copied draft is not padded to a constant length.
 
     Args:
         pair: with the tokenizer that a corpus must have been made with, and what the auxiliary drafter needs.
@@ -50,13 +50,13 @@ class SAMDecoding(WrappedDrafter):
         growth: without an auxiliary drafter a match of n tokens drafts 1 + growth * n; with one, always
             `max_draft_tokens`.
         corpus: folder of a datastore (`specbench train rest`); None: the text alone.
-        max_match: longest match in the corpus that is looked for. A draft from there has at most 32 - `max_match`
+        max_match: longest match that is looked up in the corpus. A draft from there has at most 32 - `max_match`
             levels, as a datastore is sorted by 32 tokens.
-        memory: of the auxiliary drafter, which must have one where this is "run".
+        memory: of the auxiliary drafter, which must have one if this is "run".
         warm: file of conversations that its memory begins with.
 
     Raises:
-        UserError: the corpus is missing, or of another tokenizer, or is asked for more than it is sorted by.
+        UserError: the corpus is missing, or of another tokenizer, or is not sorted by enough tokens.
     """
 
     needs = Needs(text_alone=True)

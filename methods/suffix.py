@@ -1,8 +1,9 @@
-"""Suffix Decoding (Oliaro et al. 2024, arXiv 2411.04975): what followed the ends of the text before, by how often.
+"""Suffix Decoding (Oliaro et al. 2024, arXiv 2411.04975): a tree of what followed the text's suffixes, by frequency.
 
-Two automata count what followed: one of this sequence's prompt and answer, one of earlier answers. Every end of the
-text that occurs there proposes a tree of its likeliest followers, which may be the larger the longer that end is. The
-tree with the largest score drafts: the number of its tokens that would be accepted if they followed as often as before.
+Two automata count what followed: one for this sequence's prompt and answer, one for earlier answers. Every suffix of
+the text that occurs there proposes a tree of its likeliest successors; the longer the suffix, the larger the tree may
+be. The tree with the largest score is drafted: the number of its tokens that would be accepted if they followed as
+often as before.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ if TYPE_CHECKING:
 
 
 class SuffixDecoding(Drafter):
-    """Drafts the tree of the end of the text that promises most; see the module.
+    """Drafts the tree with the largest score among those of all suffixes; see the module.
 
     Args:
-        pair: with the tokenizer of a file that is given; else not used.
-        shape: "tree"; "chain": the most frequent follower alone at every token.
+        pair: with the tokenizer for `warm`; else not used.
+        shape: "tree"; "chain": only the most frequent successor of every token.
         max_draft_tokens: most tokens of a draft.
         factor: a match of n tokens drafts factor * n.
-        max_match: longest match that is looked for.
-        min_probability: the product of shares that every draft token must have.
-        memory: "answer": nothing is known of earlier answers, so that no order of questions matters; "run": of all of
-            them since the beginning of the run, as published.
+        max_match: longest match that is looked up.
+        min_probability: least product of shares of a draft token.
+        memory: "answer": earlier answers are not used, so the order of questions does not matter; "run": all of them
+            since the beginning of the run are, as published.
         warm: a file of conversations whose answers are known from the beginning.
     """
 

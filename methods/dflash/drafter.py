@@ -1,8 +1,8 @@
 """Drafters that fill a block in one pass over masks: DFlash, trees of its guesses (DDTree), DSpark, and DFlash2.
 
-A round: the drafting model sees the target's states of all known tokens but the pending one, as keys and values in its
-cache, and one pass over the pending token and masks gives the logits of every draft token. Once the target has verified
-them, its states of the tokens that stay are added to that cache; what the block left there is written over.
+The drafting model's cache holds keys and values made from the target's states of all known tokens except the pending
+one. One pass over the pending token and masks gives the logits of every draft token. After the verification the
+target's states of the accepted tokens enter that cache, and overwrite what the block left there.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class BlockDrafter(Drafter):
-    """Base of what fills a block in one pass; see the module.
+    """Base of the drafters that fill a block in one pass; see the module.
 
     Args:
         pair: with the target.
@@ -106,9 +106,9 @@ class BlockDrafter(Drafter):
 
 
 class DFlash(BlockDrafter):
-    """DFlash: a chain of the tokens that the places guess, each by itself.
+    """DFlash: a chain of the tokens that the positions guess, each independently.
 
-    When sampling, each token is drawn from the distribution of its place, which is the one it is verified with.
+    When sampling, each token is drawn from the distribution of its position, with which it is verified.
     """
 
     needs = Needs(part="dflash")
@@ -125,13 +125,13 @@ class DFlash(BlockDrafter):
 
 
 class DDTree(BlockDrafter):
-    """DDTree: of DFlash's guesses the tree whose nodes are likeliest, without training (arXiv 2604.12989).
+    """DDTree: the tree of the likeliest paths of DFlash's guesses, without training (arXiv 2604.12989).
 
     Args:
         pair: as in `BlockDrafter`.
         weights: as in `BlockDrafter`.
         nodes: of the tree.
-        max_draft_tokens: as in `BlockDrafter`: levels of the tree.
+        max_draft_tokens: levels of the tree; else as in `BlockDrafter`.
         vocab_map: as in `BlockDrafter`.
         vocab_size: as in `BlockDrafter`.
     """
@@ -172,15 +172,15 @@ class DDTree(BlockDrafter):
 
 
 class DSpark(BlockDrafter):
-    """DSpark: a chain whose tokens correct each other, and which may end where it is unsure.
+    """DSpark: a chain whose tokens correct each other, and which may end early where it is uncertain.
 
     Args:
         pair: as in `BlockDrafter`.
         weights: as in `BlockDrafter`.
         max_draft_tokens: as in `BlockDrafter`.
-        confidence_threshold: what follows a place whose token the target accepts less likely than this, by the
-            drafting model's own estimate, is not drafted, nor is that token; 0 drafts all, and never waits for the
-            device. The estimate does not see the token itself, so that sampling stays exact.
+        confidence_threshold: the draft ends before the first token whose estimated acceptance lies below this; 0
+            drafts all, and never waits for the device. The estimate does not see the token itself, so sampling stays
+            exact.
         vocab_map: as in `BlockDrafter`.
         vocab_size: as in `BlockDrafter`.
 
@@ -241,7 +241,7 @@ class DSpark(BlockDrafter):
 
 
 class DFlash2(BlockDrafter):
-    """DFlash2: a chain of tokens chosen among the likeliest of each place, by the token in front."""
+    """DFlash2: a chain of tokens, each chosen among the likeliest of its position, given the previous token."""
 
     needs = Needs(part="dflash2", training="head=selector")
     joins = SELECTOR

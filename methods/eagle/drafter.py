@@ -1,7 +1,7 @@
-"""EAGLE's drafters: one layer estimates the target's next state, and the target's head makes tokens of it.
+"""EAGLE's drafters: one layer estimates the target's next state, and the target's head turns it into tokens.
 
 A tree grows from the output of the last true pair (`methods.eagle.base`). Each level is one pass over the nodes that
-get children: what is to be a leaf never goes through the layer.
+get children: leaves never go through the layer.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 class Eagle(EagleDrafter):
     """EAGLE-1: a static tree of ranks, filled level by level; see the module.
 
-    Not as published: with temperature the tree is verified by the target's own draws, and its tokens are the likeliest
-    ones. The authors draw them.
+    Not as published: when sampling, the tree holds the likeliest tokens and is verified by the target's own draws. The
+    authors draw its tokens.
 
     Args:
         pair: with the target.
         weights: folder of the drafting model's checkpoint.
-        nodes: of the tree at most, the most frequently right ones first; None: all that config.json names. A checkpoint
-            without a tree gets the authors' of 25 nodes.
-        max_draft_tokens: levels of the tree at most, each of which costs a pass; None: all.
+        nodes: most nodes of the tree, the most frequently correct ones first; None: all that config.json names. A
+            checkpoint without a tree gets the authors' of 25 nodes.
+        max_draft_tokens: most levels of the tree, each of which costs a pass; None: all.
         vocab_map: as in `EagleDrafter`.
         vocab_size: as in `EagleDrafter`.
 
@@ -80,12 +80,12 @@ class Eagle(EagleDrafter):
 
 
 class DynamicEagle(EagleDrafter):
-    """Base of EAGLE-2 and of what drafts as it does: a tree that grows where the drafter is sure.
+    """Base of EAGLE-2 and EAGLE-3: a tree that grows where the drafter is confident.
 
     Args:
         pair: as in `EagleDrafter`.
         model: likewise.
-        nodes: of a tree, at most; the authors count the pending token, too.
+        nodes: most nodes of a tree; the authors count the pending token, too.
         width: nodes of a level that get children, and children of each.
         max_draft_tokens: levels, of which each but the first costs a pass; the authors count these passes.
         vocab_map: as in `EagleDrafter`.
@@ -130,7 +130,9 @@ class DynamicEagle(EagleDrafter):
 
 
 class Eagle2(DynamicEagle):
-    """EAGLE-2: EAGLE-1's drafting model and a tree that grows where it is sure; see `methods.common.dynamic_trees`.
+    """EAGLE-2: EAGLE-1's drafting model and a tree that grows where it is confident.
+
+    See `methods.common.dynamic_trees`.
 
     Args:
         pair: with the target.

@@ -23,8 +23,8 @@ class Eagle3(DynamicEagle):
         nodes: as in `DynamicEagle`; the published 60 count the pending token.
         width: as in `DynamicEagle`.
         max_draft_tokens: as in `DynamicEagle`; the published depth of 5 is one of 6 levels.
-        layers: how many layers of the target lie in front of each state that is read, in place of those that
-            config.json names.
+        layers: for each state that is read, the number of target layers before it, in place of what config.json
+            names.
         rope_theta: base of the rotary positions, in place of config.json's. Some published files name one that they
             were not trained with.
 

@@ -1,9 +1,9 @@
 """Hydra's drafter: a static tree of ranks, filled level by level by heads that see the tokens of each path.
 
 Head i drafts the children of the nodes of depth i, from a state of the target and the tokens that lead to each node
-(Ankner et al. 2024, sections 3 and 4). In Hydra the state is the one in front of the pending token; in Hydra++ it is
-what the prefix layer makes of the states of all tokens in front of it. The layer is given the target's own states of
-the tokens that were kept, at the end of the round.
+(Ankner et al. 2024, sections 3 and 4). In Hydra the state is the one before the pending token. In Hydra++ a prefix
+layer computes it from the states of all tokens before the pending one; at the end of a round this layer reads the
+target's own states of the accepted tokens.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Kangaroo's drafter: the target's first layers and an adapter draft; verification resumes where they stopped.
 
-A round (paper, sections 4.1 and 4.3): run layers [0, exit_layer) on the newest token; unless the previous draft token
-was one of low confidence or the draft is full, the adapter and the target's head turn its exit state into the next
-draft token. The token that ends the draft is verified too: its exit state was computed for that. Verification takes
-all exit states through layers [exit_layer, N), so that no layer runs twice.
+A round (paper, sections 4.1 and 4.3): layers [0, exit_layer) run on the newest token. Unless the previous draft token
+had a low confidence or the draft is full, the adapter and the target's head turn the exit state into the next draft
+token. The token that ends the draft is verified, too, for which its exit state is computed. Verification takes all exit
+states through layers [exit_layer, N), so no layer runs twice.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Kangaroo(Drafter):
     Args:
         pair: with the target.
         weights: folder of the adapter's checkpoint.
-        exit_layer: layers of the drafting part; None takes the one that the adapter's config.json names (the authors'
-            does not: 2 for their 7B, 3 for their 13B adapter).
+        exit_layer: layers of the drafting part; None: what the adapter's config.json names (the authors' names none: 2
+            for their 7B, 3 for their 13B adapter).
         max_draft_tokens: gamma.
         confidence_threshold: eta, compared with the top-1 probability at temperature 1 (paper, table 3), with a strict
             <, so that 0 gives a constant draft length and 1 in practice a single draft token.

@@ -1,7 +1,7 @@
-"""Medusa-1's drafter: a static tree of ranks, filled from heads on the state after the last accepted token.
+"""Medusa-1's drafter: a static tree of ranks, filled by heads on the state after the last accepted token.
 
-The heads do not see the pending token: head i guesses i + 1 places after it from the state in front of it (Cai et al.
-2024, section 2.1). The tree says which ranks of which heads are combined.
+The heads do not see the pending token: head i guesses the token i + 1 places after it, from the state before it (Cai et
+al. 2024, section 2.1). The tree defines which ranks of which heads are combined.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Medusa(StateHeads):
-    """Drafts with heads on the target's states; see the module. The folder is the authors' or in vLLM's form."""
+    """Drafts with heads on the target's states; see the module. The folder is in the authors' or vLLM's form."""
 
     needs = Needs(part="medusa")
     heads: MedusaHeads

@@ -1,10 +1,10 @@
 """Mirror-SD's drafter: the next draft is made while the target still verifies the last one.
 
-When a verification pass leaves the exit layer, its states there go to the draft's side. The target's own norm and head
-make guesses of them, for every position that is verified, at what the target will decide; the draft model drafts after
-each guess while the target goes on through its other layers (Bhendawade et al. 2025, sections 3.1 and 3.2). If the
-decision was guessed, the next draft is there; else it is drafted then, as in plain speculative sampling. Guesses decide
-about time alone: what the target keeps is up to it, as with every drafter.
+When a verification pass leaves the exit layer, its states there go to the draft's side. For every position that is
+verified, the target's own norm and head turn them into guesses of the target's decision; the draft model drafts after
+each guess while the target runs its other layers (Bhendawade et al. 2025, sections 3.1 and 3.2). If the decision was
+guessed, the next draft is ready; else it is drafted then, as in plain speculative sampling. Guesses affect time alone:
+what is accepted is the target's decision, as with every drafter.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class BranchingDrafter(Drafter):
-    """Base of what drafts by a `Brancher`, wherever that works: the draft model, and what a brancher is made of.
+    """Base of the drafters that draft with a `Brancher`, wherever that works: the draft model and the brancher's parts.
 
     Args:
         pair: with a draft model.
@@ -99,19 +99,19 @@ class MirrorSD(BranchingDrafter):
         pair: with a draft model.
         max_draft_tokens: gamma.
         kappa: decisions guessed for each number of accepted tokens.
-        exit_layer: layers of the target in front of the guesses; None: half of them.
-        branches: of all guesses only so many, the likeliest; None: all.
-        floor: and only those that are as likely as this, by the draft model's probability of how far its draft is
+        exit_layer: layers of the target before the guesses are made; None: half of them.
+        branches: keep only this many of the likeliest guesses; None: all.
+        floor: keep only guesses at least this likely, by the draft model's probability of how far its draft is
             accepted.
-        candidates: guess from the target's "exit"; from the "draft" model's own distributions, as SSD does (Kumar et
-            al. 2026), which needs no exit and is launched with the pass; from the mean of "both".
-        positions: "all" guesses for every number of accepted tokens, "first" for none accepted alone, the narrow
+        candidates: what guesses: the target's "exit"; the "draft" model's own distributions, as in SSD (Kumar et al.
+            2026), which needs no exit and starts with the pass; the mean of "both".
+        positions: "all": guesses for every number of accepted tokens; "first": only for none accepted, the narrow
             reading of the paper.
-        acceptance: when sampling, "exact" keeps a draft token if the target draws that very token, so the draft takes
-            the likeliest ones; "ratio" draws drafts and keeps them with min(1, p/q). Both are exact; greedy decoding
-            has no choice.
+        acceptance: when sampling, "exact" accepts a draft token if the target draws that very token, so drafts take
+            the likeliest tokens; "ratio" draws drafts and accepts them with probability min(1, p/q). Both are exact;
+            greedy decoding has no choice.
         placement: where the draft model works: in a "process" on cores of its own (models on the CPU), a "thread" with
-            a stream of its own (CUDA), "inline" (without overlap, to compare with); "auto": process on a CPU, thread on
+            a stream of its own (CUDA), "inline" (without overlap, for comparison); "auto": process on a CPU, thread on
             CUDA.
         draft_device: device of the draft model; None: the target's.
         draft_cores: cores of a process.
@@ -246,7 +246,7 @@ class MirrorSD(BranchingDrafter):
 
 
 class StreamingMirrorSD(MirrorSD):
-    """The same with the pair's part `streaming` as its draft model, which guesses several tokens a pass."""
+    """Mirror-SD with the pair's part `streaming` as its draft model, which guesses several tokens a pass."""
 
     needs = Needs(draft_model=True, part="streaming", batching=False, any_length=False)
 

@@ -1,4 +1,4 @@
-"""The drafter of an MTP head: a chain, each token of which costs a pass of one layer and the target's head."""
+"""The drafter of an MTP head: a chain, each token of which costs a pass of one layer and of the target's head."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Mtp(EagleDrafter):
-    """Drafts a chain; when sampling, tokens are drawn, and verified with the distributions that they were drawn from.
+    """Drafts a chain; when sampling, tokens are drawn, and verified with the distributions they were drawn from.
 
     Args:
         pair: with the target.

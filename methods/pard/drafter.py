@@ -1,8 +1,8 @@
-"""PARD's drafter: a draft model that was tuned to fill several mask tokens in one pass (An et al. 2025).
+"""PARD's drafter: a draft model that was fine-tuned to fill several mask tokens in one pass (An et al. 2025).
 
-The pass sees the tokens that are new to the draft model, then copies of one mask token, with plain causal attention.
-The state of the last new token gives the first draft token, that of each mask a further one. Keys and values of masks
-lie past the sequence's end, where the next pass writes over them.
+The pass reads the tokens that are new to the draft model, then copies of one mask token, with plain causal attention.
+The state of the last new token gives the first draft token, and that of each mask gives another. Keys and values of
+masks lie past the sequence's end, where the next pass overwrites them.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ MASK = "pard_token"  # of config.json, as in the authors' checkpoints
 
 
 class ParallelDraft(SpeculativeSampling):
-    """The draft model is the pair's part `pard`; its config.json names the mask token.
+    """PARD; the draft model is the pair's part `pard`, whose config.json names the mask token.
 
-    A draft token does not depend on the draft tokens before it: when sampling, each is drawn from a distribution of its
-    own, which is the one it is verified with.
+    A draft token does not depend on the draft tokens before it: when sampling, each is drawn from its own distribution,
+    with which it is verified.
 
     Args:
         pair: with a draft model.
@@ -38,7 +38,7 @@ class ParallelDraft(SpeculativeSampling):
         vocab_size: as in `SpeculativeSampling`.
 
     Raises:
-        UserError: the draft model names no mask token, or one that it has no embedding of.
+        UserError: the draft model names no mask token, or one for which it has no embedding.
     """
 
     needs = Needs(draft_model=True, part="pard")

@@ -1,7 +1,7 @@
 """P-EAGLE's drafter: one pass of EAGLE-3's drafting model over the new pairs and over masks gives a whole draft.
 
-The output of the last true pair gives the first draft token, that of each mask after it a further one. The pass is the
-one that feeds the tokens that stay: a round has one. What masks leave in the layer's cache is written over by the next.
+The output of the last true pair gives the first draft token, and each mask after it gives another. The pass also feeds
+the accepted tokens, so a round has only one. The next pass overwrites what masks leave in the layer's cache.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 class ParallelEagle(EagleDrafter):
     """P-EAGLE; see the module.
 
-    A draft token does not depend on the draft tokens before it: when sampling, each is drawn from a distribution of its
-    own, which is the one it is verified with.
+    A draft token does not depend on the draft tokens before it: when sampling, each is drawn from its own distribution,
+    with which it is verified.
 
     Args:
         pair: with the target.

@@ -1,4 +1,4 @@
-"""The drafter of REST: the longest end of the text that a datastore has, and the tree of what follows it there."""
+"""REST's drafter: looks up the longest suffix of the text in a datastore, and drafts the tree of what follows there."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from specbench.system.settings import Count
 class REST(Drafter):
     """Drafts what followed in a datastore.
 
-    Not as in the authors' code: every occurrence counts, not the first 5000 in alphabetical order; the tree is that of
-    the most frequent nodes; nothing is drafted where nothing is found.
+    Not as in the authors' code: every occurrence counts, not only the first 5000 in alphabetical order; the tree has
+    the most frequent nodes; nothing is drafted if nothing is found.
 
     Args:
         pair: with the tokenizer that the datastore must have been made with.
         weights: folder of the datastore (`specbench train rest` makes one).
-        nodes: of the tree at most.
+        nodes: most nodes of the tree.
         max_draft_tokens: longest path.
-        max_match: longest end of the text that is looked for.
+        max_match: longest suffix of the text that is looked up.
         min_match: shortest one.
 
     Raises:
-        UserError: the datastore is missing, or of another tokenizer, or is asked for more than it is sorted by.
+        UserError: the datastore is missing, or of another tokenizer, or is not sorted by enough tokens.
     """
 
     needs = Needs(part="rest", text_alone=True)

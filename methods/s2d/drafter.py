@@ -1,9 +1,9 @@
-"""S2D's drafter: a sorted draft model that leaves, token by token, at the shallowest exit that is sure enough.
+"""S2D's drafter: a sorted draft model that leaves, token by token, at the shallowest exit that is confident enough.
 
 Every exit (the first k layers) shares the final norm and the head, and was trained to be a draft model of its own
 (Kavehzadeh et al. 2024). A token that left early has no keys and values in the deeper layers; they are computed when a
-later token goes that deep, from the states that the token left with. Those states are kept by absolute position, so a
-roll-back is nothing but shorter caches: what lies beyond their length is written anew before it is read.
+later token goes that deep, from the states with which the token left. Those states are stored by absolute position, so
+a roll-back only shortens the caches: entries beyond their length are written anew before they are read.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ if TYPE_CHECKING:
 
 
 class SortedDraft(SpeculativeSampling):
-    """The draft model is the pair's part `s2d`; its config.json names its `exits`.
+    """S2D; the draft model is the pair's part `s2d`, whose config.json names its `exits`.
 
     Not as in the paper, whose code follows the heuristic schedule of transformers' assisted generation: drafts of 5
-    tokens, 2 more after one that was accepted whole and else 1 less. Here the draft length is constant. At temperature
-    > 0 the authors draft the likeliest token and verify it as if it were drawn from the exit's distribution, which does
-    not keep the target's; here tokens are drawn from the distribution that they are verified with.
+    tokens, 2 more after one that was accepted completely and else 1 less. Here the draft length is constant. When
+    sampling, the authors draft the likeliest token and verify it as if it were drawn from the exit's distribution,
+    which does not keep the target's; here tokens are drawn from the distribution that they are verified with.
 
     Args:
         pair: with a draft model.
         exits: those to use; None for all.
-        only: the fixed-exit draft that the paper compares with: the first, second or further of these exits alone.
+        only: one of these exits alone, 1 for the first: the fixed-exit draft with which the paper compares.
         thresholds: for each exit but the last, the top-1 probability (temperature 1) above which a token leaves there;
             the last exit takes every token. None: 0.5 everywhere.
         max_draft_tokens: as in `SpeculativeSampling`.
@@ -87,7 +87,7 @@ class SortedDraft(SpeculativeSampling):
         """Allocates the draft model's cache, and room for the states that tokens left the exits with."""
         super().open(slots, target)
         inner, width = self.exits[:-1], self.model.hidden_size
-        self._exit_buffers = [slots.tensor(slots.capacity, width, dtype=self.model.dtype) for _ in inner]
+        self._exit_buffers = [slots.tensor(width, dtype=self.model.dtype, by_token=True) for _ in inner]
         # For each exit but the last, how many tokens of each sequence went deeper.
         self._deeper = [slots.values(int) for _ in inner]
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class SpeculativeSampling(Drafter):
-    """A small model drafts token by token.
+    """A draft model drafts token by token.
 
     Args:
         pair: with a draft model.

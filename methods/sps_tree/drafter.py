@@ -35,13 +35,13 @@ class DraftModelTree(SpeculativeSampling):
     Args:
         pair: with a draft model.
         tree: folder of a counted tree, which `methods.sps_tree.train` makes.
-        max_draft_tokens: levels of the counted tree at most, each of which costs a pass; None: all.
-        nodes: of these levels at most, the most frequently right ones first; None: all.
-        shape: children of each node, level by level, in place of the counted tree; None where neither is given:
-            SpecInfer's 1, 1, 3, 1, 1, 1, 1, 1. A shape is drafted whole.
-        sampling: how the children of a node are chosen with temperature. "distinct": drawn without replacement
+        max_draft_tokens: most levels of the counted tree, each of which costs a pass; None: all.
+        nodes: most nodes of these levels, the most frequently correct ones first; None: all.
+        shape: children of each node, level by level, in place of the counted tree; the whole shape is drafted. None
+            without a counted tree: SpecInfer's 1, 1, 3, 1, 1, 1, 1, 1.
+        sampling: how the children of a node are chosen when sampling. "distinct": drawn without replacement
             (Sequoia). "independent": drawn independently, so that a token may come twice (SpecInfer). "likeliest":
-            without chance, as greedy decoding does.
+            the likeliest tokens, as in greedy decoding.
         vocab_map: folder of a vocabulary map, for a trimmed head; see `methods.common.heads`.
         vocab_size: the size of the trimmed head; None for all tokens of the map.
 

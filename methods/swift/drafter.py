@@ -1,9 +1,9 @@
-"""SWIFT's drafter: the target drafts with some of its own sublayers left out, in its own cache.
+"""SWIFT's drafter: the target drafts without some of its own sublayers, in its own cache.
 
-A round (paper, section 4): while the search goes on, another set of sublayers is scored on the first new tokens of the
-answer. Then a chain is drafted with the best set until a token is unsure; beside each of its tokens stand the next
-likeliest ones, the more the less sure it was. The whole target verifies this tree, and overwrites what drafting left in
-the cache.
+A round (paper, section 4): while the search lasts, another set of sublayers is scored on the first new tokens of an
+answer. Then a chain is drafted with the best set until a token is uncertain; beside each of its tokens are the next
+likeliest ones, the more the less certain it was. The whole target verifies this tree, and overwrites what drafting left
+in the cache.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ WIDEST = 10
 
 
 class Swift(Drafter):
-    """Drafts with the target's own layers but some; see the module.
+    """Drafts with the target without some of its sublayers; see the module.
 
     Args:
         pair: with the target.
         max_draft_tokens: the longest chain.
-        confidence_threshold: a chain ends with a token whose probability (top-1, temperature 1) lies below.
-        skip_ratio: share of the sublayers that is left out: attention and feed-forward part of each layer but the first
-            and the last.
-        context_window: tokens that a set is scored on.
-        bayes_interval: every so many sets one is suggested by Bayesian optimisation; None: all are random.
-        max_steps: sets that are scored at most.
-        patience: sets in a row that may be no better before the search ends.
-        enough: the score at which it ends.
-        memory: "run": the search goes on through all answers, as published; "answer": each answer begins it anew.
+        confidence_threshold: a chain ends with a token whose probability (top-1, temperature 1) lies below this.
+        skip_ratio: share of the sublayers that is skipped: attention and feed-forward part of each layer except the
+            first and the last.
+        context_window: tokens on which a set is scored.
+        bayes_interval: Bayesian optimisation suggests every n-th set, the others are random; None: all are random.
+        max_steps: most sets that are scored.
+        patience: sets in a row without a gain after which the search ends.
+        enough: the search ends above this score.
+        memory: "run": the search continues through all answers, as published; "answer": each answer restarts it.
 
     Raises:
-        UserError: the layers have no parts that can be left out.
+        UserError: the layers have no parts that can be skipped.
     """
 
     deterministic = True
