@@ -164,6 +164,15 @@ def test_extreme_scores(dtype):
     assert attend(query * float("nan"), keys, values, mask).isnan().all()
 
 
+@pytest.mark.parametrize("bits", [0x7FC00000, 0x7FC00001, 0x7FFFFFFF, -1])
+def test_no_nan_is_taken_for_a_weight(bits):
+    """Whichever of them it is: memory that nobody wrote may hold any."""
+    query, keys = torch.ones(1, 1, 1, 64), torch.ones(1, 1, 20, 64)
+    keys.view(torch.int32)[0, 0, 7] = bits
+    assert keys[0, 0, 7].isnan().all()
+    assert attend(query, keys, torch.ones_like(keys)).isnan().all()
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_a_token_that_sees_nothing_gives_zeros_as_in_torch(dtype):
     query, keys = torch.ones(1, 2, 2, 64, dtype=dtype), torch.ones(1, 1, 20, 64, dtype=dtype)

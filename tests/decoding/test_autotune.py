@@ -220,6 +220,8 @@ def test_each_is_measured_once_for_each_number_of_threads_and_shape_of_passes(me
     choose_layouts(target, [PassShape(8, 6), ONE, PassShape(8, 1), ONE])
     assert measured[6][1] == (ONE, PassShape(8, 1), PassShape(8, 6))
     assert measured[7][1] == (1, 6, 8, 48), "a drafter's products"
+    choose_layouts(StagedModel(target.model, width=8))
+    assert measured[9:] == [(tuple(own), (ONE,))], "wider passes"
     assert {type(layer) for layer in layers} == {linear.PackedLinear}
 
 

@@ -6,9 +6,10 @@ import copy
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
-from specbench.decoding.cpu import compiled_layers
-from specbench.decoding.cpu.packed_linear import packed_weights
+from specbench.decoding.cpu import compiled_layers, packed_linear
+from specbench.decoding.cpu.packed_linear import JoinedLinear, packed_weights
 from specbench.decoding.kv_cache import ForwardContext
 from specbench.decoding.model.graphs import Options, set_options
 from specbench.decoding.model.staged_model import StagedModel
@@ -18,10 +19,14 @@ from tests.support.models import ARCHITECTURES, random_model
 pytestmark = needs_kernels
 
 
-def compiled(arch: str, dtype: torch.dtype = torch.float32, **config) -> StagedModel:
-    model = copy.deepcopy(random_model(arch, 0, **config)).to(dtype)
+def driven(model: PreTrainedModel) -> StagedModel:
+    """With compiled layers, and all products on the kernel."""
     set_options(model, Options(compile=True))
     return take_panels(StagedModel(model))
+
+
+def compiled(arch: str, dtype: torch.dtype = torch.float32, **config) -> StagedModel:
+    return driven(copy.deepcopy(random_model(arch, 0, **config)).to(dtype))
 
 
 def plain(target: StagedModel) -> StagedModel:
@@ -143,6 +148,70 @@ def test_a_model_that_changes_its_type_is_compiled_anew():
             cache.begin_pass(0, len(moved.layers), ForwardContext.consecutive(0, 3), 1, 3)
             outputs.append(each(states, past_key_values=cache, **arguments))
         torch.testing.assert_close(*outputs, atol=0.1, rtol=0.1)
+
+
+@pytest.mark.slow
+@torch.inference_mode()
+def test_joint_products_have_the_biases_of_their_own_layer(monkeypatch, capfd):
+    monkeypatch.setattr(packed_linear, "LEAST_JOINED", 0)
+    with torch.inference_mode(False):
+        model = random_model("qwen2", 0)
+        for layer in model.model.layers:
+            for name in ("q_proj", "k_proj", "v_proj"):
+                getattr(layer.self_attn, name).bias.normal_(std=0.3)
+        target, ids = driven(model), torch.randint(3, 60, (1, PROMPT + TOKENS))
+    assert isinstance(target.layers[0].self_attn.q_proj, JoinedLinear)
+    logits, expected = logits_of(target, ids), logits_of(plain(target), ids)
+    for name, of in logits.items():
+        torch.testing.assert_close(of, expected[name], atol=1e-3, rtol=1e-3)
+    assert all(layer.is_compiled for layer in target.stack.compiled), capfd.readouterr().err
+
+
+class Doubled(torch.nn.Module):
+    """An activation with a tensor that is neither a parameter nor a buffer."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.factors = torch.full((width,), 2.0)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return self.factors * torch.nn.functional.silu(states)
+
+
+@pytest.mark.slow
+@torch.inference_mode()
+def test_a_layer_with_a_tensor_that_is_no_input_is_not_compiled(capfd):
+    compiled_layers._warn_once.cache_clear()
+    with torch.inference_mode(False):
+        model = random_model("llama", 0)
+        for layer in model.model.layers:
+            layer.mlp.act_fn = Doubled(model.config.intermediate_size)
+        target, ids = driven(model), torch.randint(3, 60, (1, PROMPT + TOKENS))
+    assert torch.equal(logits_of(target, ids)["chain"], logits_of(plain(target), ids)["chain"])
+    lines = capfd.readouterr().err.splitlines()
+    reason = "TraceError: it reads a tensor that is none of its parameters and buffers"
+    assert lines == [f"warning: a LlamaDecoderLayer is not compiled: {reason}"]
+
+
+@torch.inference_mode()
+def test_a_trace_leaves_other_layers_alone():
+    """A thread may trace while another one is in a pass of another model."""
+    with torch.inference_mode(False):
+        target, other = compiled("llama"), compiled("llama")
+    states = torch.randn(1, TOKENS, other.hidden_size)
+    expected = other.layers[0].mlp(states)
+    with target.stack.compiled[0]._traceable(lambda *_, **__: None):
+        assert torch.equal(other.layers[0].mlp(states), expected)
+
+
+def test_each_processor_has_a_folder_and_each_set_of_its_instructions(monkeypatch):
+    folders = {compiled_layers._folder()}
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "another")
+        folders.add(compiled_layers._folder())
+    monkeypatch.setattr(compiled_layers, "processor", lambda: "another")
+    folders.add(compiled_layers._folder())
+    assert len(folders) == 3 and len({folder.parent for folder in folders}) == 1
 
 
 @torch.inference_mode()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+import errno
+import mmap
 import subprocess
 import sys
 
 import pytest
 import torch
 
-from specbench.decoding.cpu import native, packed_linear
+from specbench.decoding.cpu import huge_pages, native, packed_linear
 from specbench.decoding.cpu.huge_pages import ALIGNED, CHUNK, in_huge_pages
 from specbench.decoding.cpu.native import MOST_TOKENS
 from specbench.decoding.cpu.packed_linear import PANELS, PackedWeight, Panels
@@ -61,6 +63,36 @@ def test_a_transposed_state_is_read_as_it_is():
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_product_without_tokens_is_empty(dtype):
+    panels, bias = Panels(torch.randn(240, 16, dtype=dtype)), torch.randn(240, dtype=dtype)
+    for shape in [(0, 16), (2, 0, 16)]:
+        assert panels.times(torch.empty(shape, dtype=dtype), bias).shape == (*shape[:-1], 240)
+
+
+@needs_kernels
+def test_a_product_of_what_does_not_fit_is_refused():
+    """The kernel would read and write beside the tensors."""
+    panels, states, bias = Panels(torch.randn(24, 16)).panels, torch.randn(2, 16), torch.randn(24)
+    wrong = [
+        (torch.randn(2, 500), panels, None, 24),
+        (states[:, :0], panels, None, 24),
+        (states[0, 0], panels, None, 24),
+        (states.bfloat16(), panels, None, 24),
+        (states, panels.bfloat16(), None, 24),
+        (states, panels[1:], None, 24),
+        (states, panels.t().contiguous().t(), None, 24),
+        (states, panels, None, 240),
+        (states, panels, bias[1:], 24),
+        (states, panels, bias.view(1, 24), 24),
+    ]
+    for tensors in wrong:
+        with pytest.raises(RuntimeError, match="product: "):
+            torch.ops.specbench.product(*tensors)
+    assert torch.ops.specbench.product(states, panels, bias, 24).shape == (2, 24)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("has_instructions", [True, False])
 def test_a_product_with_many_tokens_is_torchs(dtype, has_instructions, monkeypatch):
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_instructions)
@@ -105,6 +137,16 @@ def test_copies_in_large_pages_are_apart():
         assert copied.data_ptr() % ALIGNED == 0
     copies[0].zero_()
     assert torch.equal(copies[2], first)
+
+
+def test_a_system_without_large_pages_gives_small_ones(monkeypatch):
+    class Memory(mmap.mmap):
+        def madvise(self, *option):
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(huge_pages.mmap, "mmap", Memory)
+    values = torch.arange(CHUNK // 4, dtype=torch.float32)
+    assert torch.equal(in_huge_pages(values), values)
 
 
 @needs_kernels
@@ -176,6 +218,16 @@ def test_another_source_compiler_or_torch_is_another_library(tmp_path, monkeypat
     monkeypatch.setattr(torch, "__version__", "0")
     digests.add(native._digest("/bin/true"))
     assert len(digests) == 4
+
+
+def test_an_old_compiler_is_refused_by_its_version():
+    compiler = native._compiler()
+    if compiler is None or "clang" in compiler:
+        pytest.skip("there is no g++")
+    old = ("-fsyntax-only", "-x", "c++", "-U__GNUC__", "-D__GNUC__=11")
+    command = [compiler, *old, str(native.SOURCES / "simd.h")]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.returncode and "g++ 12 or newer is needed" in ran.stderr
 
 
 def test_what_does_not_compile_leaves_nothing_behind(tmp_path, monkeypatch):

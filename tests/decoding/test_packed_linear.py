@@ -118,10 +118,31 @@ def test_changes_of_a_weight_are_seen(attention, layouts, name):
     if layer.bias is not None:
         layer.bias.data = torch.randn_like(layer.bias)
         assert_right(attention)
+    layer.bias = torch.nn.Parameter(torch.randn(len(layer.weight)), requires_grad=False)
+    assert_right(attention)
     layer.weight = torch.nn.Parameter(torch.randn_like(layer.weight), requires_grad=False)
     assert_right(attention)
     attention.double()
     assert_right(attention, 1e-9)
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_what_serves_for_a_weight_is_read_from_the_first_product_on(fixed):
+    """Also of a tied head that was not used before: its copies are made when it first is."""
+
+    class Zeros:
+        def times(self, states: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+            return states.new_zeros(*states.shape[:-1], 40)
+
+    layer = torch.nn.Linear(24, 40, bias=False).requires_grad_(False)
+    pack_linears(layer, fixed)
+    layer._laid.serve(Zeros())
+    with torch.inference_mode():
+        for tokens in (1, 6):
+            assert not layer(torch.randn(tokens, 24)).any()
+        layer._laid.serve(None)
+        states = torch.randn(6, 24)
+        torch.testing.assert_close(layer(states), plain_linear(states, layer.weight))
 
 
 def test_copies_and_pickles_are_independent(attention):

@@ -120,7 +120,7 @@ def choose_layouts(
     target_groups = {name: group for name, group in lacking.items() if not name.startswith(DRAFTER)}
     if target_groups and target is not None and room:
         measured, pass_ms = _remembered(
-            (*((name, len(group)) for name, group in target_groups.items()), *shapes),
+            (*((name, len(group)) for name, group in target_groups.items()), target.width, *shapes),
             lambda: _in_place(target, target_groups, shapes),
         )
         chosen |= measured
@@ -259,7 +259,7 @@ def _in_place(
     if not tried or not _fits(size):
         return {}, {}
     usual = {name: default(group[0].weight) for name, group in tried.items()}
-    made = {name: _all_made(group) for name, group in tried.items()}
+    made = {name: _all_made([laid.weight for laid in group]) for name, group in tried.items()}
     try:
         for shape in {passes.products(shape): shape for shape in shapes}.values():
             tokens = passes.products(shape)
@@ -383,7 +383,6 @@ def _other_memory() -> torch.Tensor:
 # -- one shape at a time -----------------------------------------------------------------------------------------
 
 
-@torch.inference_mode()
 def _alone(weights: Sequence[torch.Tensor], tokens: Sequence[int]) -> Choices:
     """The choices for a drafter's weights of one shape."""
     usual = default(weights[0])
@@ -402,7 +401,7 @@ def measure(weights: Sequence[torch.Tensor], tokens: Sequence[int]) -> dict[int,
     rows = max(1, min(weights[0].shape[0], SAMPLE_BYTES // row_bytes))
     sample = [weight.detach()[:rows] for weight in weights[: -(-SWEEP_BYTES // (rows * row_bytes))]]
     rest = SWEEP_BYTES - sum(weight.nbytes for weight in sample)
-    made = {name: made for name, lay in LAYOUTS.items() if (made := _made(lay, sample)) is not None}
+    made = _all_made(sample)
     times: dict[int, Times] = {}
     usual = {PRODUCTS: default(weights[0])}
     for n in tokens:
@@ -452,9 +451,8 @@ def _is_large(group: Sequence[PackedWeight]) -> bool:
     return group[0].weight.numel() >= LEAST
 
 
-def _all_made(group: Sequence[PackedWeight]) -> dict[str, list[Made]]:
-    """The weights of a group in every layout that there is for them."""
-    weights = [laid.weight for laid in group]
+def _all_made(weights: Sequence[torch.Tensor]) -> dict[str, list[Made]]:
+    """Weights of one shape in every layout that there is for them."""
     return {name: made for name, lay in LAYOUTS.items() if (made := _made(lay, weights)) is not None}
 
 

@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -20,19 +20,15 @@ import torch
 from specbench.decoding.cpu.grouped_attention import NAME as GROUPED
 from specbench.decoding.cpu.grouped_attention import attending, grouped_attention_config, is_plain
 from specbench.decoding.cpu.lean_modules import M, lean_copy
-from specbench.decoding.cpu.native import MOST_TOKENS, has_kernel
-from specbench.decoding.cpu.packed_linear import (
-    JoinedLinear,
-    PackedLinear,
-    PackedWeight,
-    packed_weights,
-)
+from specbench.decoding.cpu.native import MOST_TOKENS, has_kernel, processor
+from specbench.decoding.cpu.packed_linear import JoinedLinear, PackedLinear, packed_weights
 from specbench.system.errors import one_line, warn
 from specbench.system.files import make_folder
 from specbench.system.paths import cache_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
 
     Tensors = Sequence[torch.Tensor]
     Key = tuple[torch.dtype, bool]
@@ -46,7 +42,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 # Nothing here is large enough for several threads, and what calls the kernels is compiled, too.
 OPTIONS = {"cpp.threads": 1, "cpp_wrapper": True, "size_asserts": False, "alignment_asserts": False}
 
-TRACING = threading.Lock()  # of a process, only one trace may be under way: it changes classes
+TRACING = threading.Lock()  # of a process, only one trace may be under way: what attends in it is registered
 CALL = threading.local()  # what the layer works on that is being called
 # By everything that a trace depends on; what was raised where there is none.
 _FUNCTIONS: dict[tuple, Traced | Exception] = {}
@@ -240,6 +236,8 @@ class CompiledLayer(torch.nn.Module):
                 graph = make_fx(function, tracing_mode="real")(*fakes)
             if len(met) != 1 or any(isinstance(value, torch.Tensor) for value in met[0][1].values()):
                 raise TraceError("its attention is no call of an attention function")
+            if [*graph.parameters(), *graph.buffers()]:  # they would be inputs, and those of one layer
+                raise TraceError("it reads a tensor that is none of its parameters and buffers")
             module, options = met[0]
             name = next(name for name, part in self.layer.named_modules() if part is module)
             compiled = _compile(graph, fakes, f"a {type(self.layer).__name__}")
@@ -247,15 +245,22 @@ class CompiledLayer(torch.nn.Module):
 
     @contextmanager
     def _with_tensors(self, tensors: Tensors) -> Iterator[None]:
-        """The layer has these tensors inside, in place of its own."""
+        """The layer has these tensors inside, in place of its own, and so have its joint products."""
         owners = [self.layer.get_submodule(name.rpartition(".")[0]) for name in self._names]
         leaves = [name.rpartition(".")[2] for name in self._names]
         before = [owner.__dict__.get(leaf) for owner, leaf in zip(owners, leaves)]
+        parts = [part for part in self.layer.modules() if isinstance(part, JoinedLinear)]
+        joined = [(part._joined, part._joined.biases) for part in parts if part._index == 0]
+        inputs = dict(zip(map(id, self._tensors), tensors))
         for owner, leaf, tensor in zip(owners, leaves, tensors):
             owner.__dict__[leaf] = tensor
+        for product, biases in joined:
+            product.biases = tuple(inputs.get(id(bias)) for bias in biases)
         try:
             yield
         finally:
+            for product, biases in joined:
+                product.biases = biases
             for owner, leaf, original in zip(owners, leaves, before):
                 if original is None:
                     del owner.__dict__[leaf]
@@ -264,7 +269,10 @@ class CompiledLayer(torch.nn.Module):
 
     @contextmanager
     def _traceable(self, attention: Callable[..., Any]) -> Iterator[None]:
-        """Products and attention are calls inside, whatever they do."""
+        """Products and attention are calls inside, whatever they do.
+
+        Of this layer alone: another thread may be in a pass of another model.
+        """
         from transformers import AttentionInterface
 
         of_parts = [part.config for part in self.layer.modules() if hasattr(part, "config")]
@@ -273,21 +281,23 @@ class CompiledLayer(torch.nn.Module):
             raise TraceError("its parts have no config, or several")
         AttentionInterface.register(NAME, attention)
         (config,) = configs.values()
-        classes: tuple[Any, Any] = PackedWeight, PackedLinear
-        weight_class, linear_class = classes
-        times, forward = weight_class.times, linear_class.forward
+        linears = [part for part in self.layer.modules() if isinstance(part, PackedLinear)]
 
-        def product(laid: PackedWeight, states: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-            number = next(i for i, other in enumerate(self.products) if other is laid)
-            return torch.ops.specbench.layer_product(states, bias, number, laid.weight.shape[0])
+        def product(number: int, rows: int, states: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+            return torch.ops.specbench.layer_product(states, bias, number, rows)
 
-        weight_class.times = product
-        linear_class.forward = lambda layer, states: layer._laid.times(states, layer.bias)
+        for number, laid in enumerate(self.products):
+            vars(laid)["times"] = partial(product, number, laid.weight.shape[0])
+        for part in linears:
+            vars(part)["forward"] = lambda states, part=part: part._laid.times(states, part.bias)
         try:
             with attending(config, NAME):
                 yield
         finally:
-            weight_class.times, linear_class.forward = times, forward
+            for laid in self.products:
+                vars(laid).pop("times", None)
+            for part in linears:
+                vars(part).pop("forward", None)
 
 
 def compiled_copy(module: M, *layers: str) -> M:
@@ -371,6 +381,12 @@ def _attention_functions() -> Any:
     return AttentionInterface()
 
 
+def _folder() -> Path:
+    """Where compiled layers lie. The keys of torch's compiler do not name the processor; a home may serve several."""
+    able = f"{processor()} {torch.backends.cpu.get_cpu_capability()}"
+    return cache_folder() / COMPILED / hashlib.sha256(able.encode()).hexdigest()[:16]
+
+
 def _compile(graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], label: str) -> Callable[..., Any]:
     """A graph compiled by torch's compiler, which keeps what it made in the user's cache.
 
@@ -382,7 +398,7 @@ def _compile(graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], label:
     Returns:
         A function of the list of inputs, which it empties, that returns the list of outputs.
     """
-    folder = make_folder(cache_folder() / COMPILED)
+    folder = make_folder(_folder())
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
     from torch._functorch import config as of_autograd
     from torch._inductor import config, standalone_compile

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import threading
+from contextlib import suppress
 
 import torch
 
@@ -38,7 +39,8 @@ def _chunk(size: int) -> torch.Tensor:
     """Bytes that begin with a page."""
     memory = mmap.mmap(-1, size + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        with suppress(OSError):  # of a kernel that was built without them: it has small pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
     pages = torch.frombuffer(memory, dtype=torch.uint8)
     begin = -pages.data_ptr() % PAGE
     return pages[begin : begin + size]

@@ -110,12 +110,12 @@ def _compiled(compiler: str) -> Path:
 def _digest(compiler: str) -> str:
     """Names everything that the library depends on."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    parts = [version, torch.__version__, " ".join(FLAGS), _processor()]
+    parts = [version, torch.__version__, " ".join(FLAGS), processor()]
     parts += [path.read_text(encoding="utf-8") for path in sorted(SOURCES.iterdir())]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
-def _processor() -> str:
+def processor() -> str:
     """What the processor can do, as far as the system tells."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()

@@ -255,6 +255,7 @@ class PackedWeight:
         """
         self.layouts, self.one_token = None, matrix
         self.several = ((DRAFT, self.weight if matrix is None else matrix),)
+        self._versions = self._changes()  # a weight that was never laid out would be in its first product
 
     def panels(self, tokens: int) -> torch.Tensor | None:
         """The panels that a product with so many tokens reads, where those are its layout."""
@@ -306,10 +307,10 @@ class FusedLinear:
 
     Args:
         weights: [out, in] of each layer, in the order in which the layers are called; they become views of one matrix.
-        biases: [out] of each layer, likewise; none of them, or all.
+        biases: [out] of each layer, likewise; None for all, or for none.
     """
 
-    def __init__(self, weights: Sequence[torch.nn.Parameter], biases: Sequence[torch.nn.Parameter]):
+    def __init__(self, weights: Sequence[torch.nn.Parameter], biases: Sequence[torch.Tensor | None]):
         self.laid, self.biases = PackedWeight(weights), tuple(biases)
         self._sizes = [len(weight) for weight in weights]
         self._states: torch.Tensor | None = None  # that the outputs belong to
@@ -324,7 +325,8 @@ class FusedLinear:
         Outputs are kept until the last layer has had its own, or the first one is called again.
         """
         if index == 0:
-            bias = torch.cat(self.biases) if self.biases else None
+            biases = [bias for bias in self.biases if bias is not None]
+            bias = torch.cat(biases) if biases else None
             self._states, self._outputs = states, self.laid.times(states, bias).split(self._sizes, -1)
         elif self._states is not states:
             return None
@@ -342,9 +344,11 @@ class JoinedLinear(torch.nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """States [..., in] -> [..., out]."""
+        joined, index = self._joined, self._index
         output = None
-        if not torch.is_grad_enabled() and self.weight is self._joined.laid.weights[self._index]:
-            output = self._joined.output(input, self._index)
+        same = self.weight is joined.laid.weights[index] and self.bias is joined.biases[index]
+        if same and not torch.is_grad_enabled():
+            output = joined.output(input, index)
         return linear(input, self.weight, self.bias) if output is None else output
 
 
@@ -365,8 +369,7 @@ def pack_linears(module: torch.nn.Module, fixed: bool = False) -> None:
         for names in SIBLINGS:
             layers: list[Any] = [getattr(parent, name, None) for name in names]
             if _can_join(layers):
-                biases = [layer.bias for layer in layers if layer.bias is not None]
-                joined = FusedLinear([layer.weight for layer in layers], biases)
+                joined = FusedLinear([layer.weight for layer in layers], [layer.bias for layer in layers])
                 for index, layer in enumerate(layers):
                     layer.__class__ = JoinedLinear
                     layer.__dict__.update(_joined=joined, _index=index)

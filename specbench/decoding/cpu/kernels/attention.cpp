@@ -60,7 +60,8 @@ inline void store_block(uint16_t* to, const Floats* from) {
   std::memcpy(to, &pairs, sizeof pairs);
 }
 
-// exp of numbers that are not above zero, as in the Cephes library. Below -87 it is exactly zero.
+// exp of numbers that are not above zero, as in the Cephes library. Below -87 it is exactly zero. A NaN stays one: its
+// bits are no exponent.
 inline Floats exponential(Floats x) {
   const float magic = 12582912.0f;  // 1.5 * 2^23: what is added to it is rounded to an integer
   Floats shifted = fma(x, broadcast(1.44269504088896341f), broadcast(magic));
@@ -74,7 +75,8 @@ inline Floats exponential(Floats x) {
   series = fma(series, rest, broadcast(1.6666665459e-1f));
   series = fma(series, rest, broadcast(5.0000001201e-1f));
   series = fma(series, rest * rest, rest) + 1.0f;
-  return x < -87.0f ? Floats{} : (Floats)((Words)series + ((Words)shifted << 23));
+  Floats power = (Floats)((Words)series + ((Words)shifted << 23));
+  return x < -87.0f ? Floats{} : x == x ? power : x;
 }
 
 // Rows of one head in the cache.

@@ -138,11 +138,19 @@ at::Tensor as_floats(const at::Tensor& states, int64_t tokens, int64_t columns, 
 
 at::Tensor specbench::product(const at::Tensor& states, const at::Tensor& panels,
                               const std::optional<at::Tensor>& bias, int64_t rows) {
-  int64_t columns = states.size(-1), tokens = states.numel() / columns;
-  int64_t size = panels.size(1), stride = size / PANEL;
+  TORCH_CHECK(states.dim() > 0 && states.size(-1) > 0, "product: states without columns");
+  TORCH_CHECK(states.scalar_type() == panels.scalar_type(), "product: types differ");
+  const int64_t columns = states.size(-1), tokens = states.numel() / columns;
+  const int64_t block = LANES * sizeof(float) / panels.element_size();
+  const int64_t stride = (columns + block - 1) / block * block, size = PANEL * stride;
+  TORCH_CHECK(panels.is_contiguous() && panels.dim() == 2 && panels.size(0) == (rows + PANEL - 1) / PANEL &&
+                  panels.size(1) == size,
+              "product: panels of another matrix");
+  TORCH_CHECK(!bias.has_value() || (bias->dim() == 1 && bias->size(0) == rows), "product: bias of another matrix");
   auto shape = states.sizes().vec();
   shape.back() = rows;
   at::Tensor outputs = at::empty(shape, states.options());
+  if (tokens == 0) return outputs;
   at::Tensor floats = as_floats(states, tokens, columns, stride);
   at::Tensor summand = bias.has_value() ? bias->to(at::kFloat).contiguous() : at::Tensor();
   const float* added = bias.has_value() ? summand.const_data_ptr<float>() : nullptr;

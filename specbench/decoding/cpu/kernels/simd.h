@@ -4,6 +4,10 @@
 // pass has: the logits of a token are the same bits whether it is decoded alone or verified among others.
 #pragma once
 
+#if defined(__GNUC__) && !defined(__clang__) && __GNUC__ < 12
+#error "g++ 12 or newer is needed"
+#endif
+
 #include <cstdint>
 #include <cstring>
 
