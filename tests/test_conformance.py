@@ -141,6 +141,13 @@ def answered(bench: Bench, requests: list[Request]) -> list[Generation]:
     return bench.setup.answers(METHOD, requests)
 
 
+def batch_engine(bench: Bench, method: str) -> Engine:
+    """Decodes three sequences at a time with the method's drafter."""
+    setup = bench.setup
+    scheduler = SCHEDULERS[METHODS.index(method) % len(SCHEDULERS)](3)
+    return Engine(setup.target, setup.drafter, setup.pair.stop_ids, scheduler, setup.pair.context_length)
+
+
 def watched_answers(
     monkeypatch: pytest.MonkeyPatch, bench: Bench, requests: list[Request]
 ) -> tuple[list[Generation], Waits]:
@@ -179,10 +186,7 @@ def test_in_a_batch(monkeypatch, bench, method):
     """Each sequence gets its answer, and the batch waits for the device as often as one sequence does."""
     if not bench.setup.drafter.needs.batching:
         pytest.skip(f"{method} decodes one sequence at a time")
-    setup = bench.setup
-    scheduler = SCHEDULERS[METHODS.index(method) % len(SCHEDULERS)](3)
-    engine = Engine(setup.target, setup.drafter, setup.pair.stop_ids, scheduler, setup.pair.context_length)
-    requests = requests_of(bench, count=4)
+    engine, requests = batch_engine(bench, method), requests_of(bench, count=4)
     right = expected(pair_of(method), 0.0, 4)
     bench.setup.drafter.forget()
     bench.setup.set_reference_answers(requests)
@@ -228,6 +232,28 @@ def test_graphs_change_neither_an_answer_nor_a_draft(monkeypatch, bench, method)
             assert method not in REPLAYS or counts[0] == REPLAYS[method]
             assert [answer.tokens for answer in answers] == [answer.tokens for answer in plain]
             assert what_was_drafted(answers) == what_was_drafted(plain)
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.slow
+def test_graphs_change_neither_an_answer_nor_a_draft_of_a_batch(monkeypatch, bench, method):
+    """Sequences have different lengths and accept different numbers of tokens: all that differs must be an input."""
+    if not bench.setup.drafter.needs.batching:
+        pytest.skip(f"{method} decodes one sequence at a time")
+    requests = requests_of(bench, count=4)
+
+    def answered_together(some: Bench) -> list[Generation]:
+        some.setup.drafter.forget()
+        some.setup.set_reference_answers(requests)
+        return batch_engine(some, method).generate(requests)
+
+    plain = answered_together(bench)
+    pretend(monkeypatch)
+    captured = prepared(method)
+    with closing(captured.setup.drafter):
+        answers = answered_together(captured)
+    assert [answer.tokens for answer in answers] == [answer.tokens for answer in plain]
+    assert what_was_drafted(answers) == what_was_drafted(plain)
 
 
 @pytest.mark.slow

@@ -66,7 +66,8 @@ def likely_decisions(
     Returns:
         Decisions whose tokens are columns.
     """
-    probs[torch.arange(path.shape[0], device=path.device), path] = -1.0
+    # A number that is set through an index of tensors is copied to a GPU, and waited for.
+    probs[: path.shape[0]].scatter_(1, path.unsqueeze(1), -1.0)
     if roots_only:
         probs, reaching = probs[:1], reaching[:1]
     kappa = min(kappa, probs.shape[-1] - 1)

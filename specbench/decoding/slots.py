@@ -31,10 +31,17 @@ class Slots:
         self.count, self.capacity, self.device = count, capacity, device
         self._moves: list[Callable[[list[int], list[int], int], None]] = []
 
-    def tensor(self, *shape: int, dtype: torch.dtype = torch.int64, fill: float = 0) -> torch.Tensor:
-        """A tensor [count, *shape] of `fill`."""
+    def tensor(
+        self, *shape: int, dtype: torch.dtype = torch.int64, fill: float = 0, by_token: bool = False
+    ) -> torch.Tensor:
+        """A tensor [count, *shape] of `fill`; by_token: [count, capacity, *shape], an entry for each token."""
+        shape = (self.capacity, *shape) if by_token else shape
         made = torch.full((self.count, *shape), fill, dtype=dtype, device=self.device)
-        self._moves.append(lambda sources, destinations, _: move_slots(made, sources, destinations))
+
+        def move(sources: list[int], destinations: list[int], kv_len: int) -> None:
+            move_slots(made[:, :kv_len] if by_token else made, sources, destinations)
+
+        self._moves.append(move)
         return made
 
     def array(self, *shape: int, dtype: Any = np.int64) -> np.ndarray:

@@ -68,9 +68,9 @@ def main() -> None:
         for kind in ("exit", "both"):
             drafters[f"mirror, {kind} at {layer}"] = MirrorSD(pair, candidates=kind, exit_layer=layer, **own)
     if (folder / FILE).is_file():
-        serial = {"max_draft_tokens": options.tokens, "streams": str(folder), **head}
+        serial = {"max_draft_tokens": options.tokens, "weights": str(folder), **head}
         drafters["sps with streams"] = StreamingSampling(pair, **serial)
-        streams = {"streams": str(folder), **own}
+        streams = {"weights": str(folder), **own}
         drafters["mirror with streams"] = MirrorSD(
             pair, candidates="both", exit_layer=options.exit_layers[0], **streams
         )

@@ -60,6 +60,7 @@ FAULTS = {
     "__getitem__ of a list": lambda batch: batch.tokens[[0]],
     "__getitem__ of a slice": lambda batch: batch.tokens[:, batch.tokens[0, 0] * 0 :],
     "__setitem__": lambda batch: batch.tokens.__setitem__([0], 3),
+    "__setitem__ of a number": lambda batch: batch.tokens.__setitem__(batch.tokens[0, :1] * 0, 3),
     "tensor": lambda batch: torch.tensor([1, 2], device=batch.tokens.device),
     "aten._local_scalar_dense.default": lambda batch: torch.arange(batch.tokens[0, 0]),
     "aten._local_scalar_dense.default of an index": lambda batch: batch.tokens[batch.tokens[0, 0] * 0],

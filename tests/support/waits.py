@@ -94,6 +94,9 @@ class _Functions(TorchFunctionMode):
         waits = name in READS | SIZES | COPIES
         if name in ("__getitem__", "__setitem__"):
             waits = any(_is_from_host(part) for part in _parts(args[1]))
+        if name == "__setitem__" and not isinstance(args[2], torch.Tensor):
+            # Through an index of tensors a number becomes a tensor of the host, which is copied.
+            waits = waits or any(isinstance(part, torch.Tensor) for part in _parts(args[1]))
         if name == "where":  # a number becomes a tensor of the host, which is copied
             waits = not all(isinstance(given, torch.Tensor) for given in args)
         if name == "repeat_interleave" and "output_size" not in kwargs:
