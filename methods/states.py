@@ -1,13 +1,13 @@
-"""A target's states of conversations, computed once and kept on the disk: `python -m methods.states taps=[...]`.
+"""A target's states of conversations, computed once and stored on disk: `python -m methods.states taps=[...]`.
 
-Trainers that are given the folder as `states=FOLDER` read rows, weights and states from it, so that an epoch costs what
-is trained, not a pass of the target. The folder holds flat files, to which rows are appended: a command that was
-stopped goes on with the row that follows, and so does a finished one that is given more `tokens`.
+Trainers that get the folder as `states=FOLDER` read rows, weights and states from it, so an epoch costs only the
+trained part, not a pass of the target. The folder holds flat files, to which rows are appended: a stopped command
+continues with the next row, and so does a finished one that is given more `tokens`.
 
     ids.bin [rows, length] int32, weights.bin [rows, length] float32, hidden_<tap>.bin [rows, length, d] bfloat16,
     likeliest.bin [rows, length, top] int32, probs.bin [rows, length, top] bfloat16: of the token that follows
 
-`held_out/` has the same of rows that are never trained on.
+`held_out/` has the same for rows that are never trained on.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ from specbench.data.conversations import (
     count_left_out,
     packed_rows,
     tokenizer_of,
+    watched,
 )
 from specbench.data.training import STATES as RECORD
 from specbench.data.training import data_of, questions_of
 from specbench.decoding.state import NORMED
 from specbench.models.pairs import Pair, load_pair
-from specbench.system.errors import UserError, file_errors
+from specbench.system.errors import UserError, file_errors, stoppable
 from specbench.system.files import check_settings, lock_folder, make_folder, read_json, write_json
 from specbench.system.settings import Count, NotNegative, Range, Seed, check_all
 
@@ -127,9 +128,33 @@ def target_sha256(target: PreTrainedModel) -> str:
     return digest.hexdigest()
 
 
-@torch.inference_mode()
+def command_for(cfg: DictConfig) -> str:
+    """The command that stores the states which a training reads."""
+    text = "tokens=1000000" if cfg.conversations is None else f"conversations={cfg.conversations}"
+    same = " ".join(f"{name}={cfg[name]}" for name in SAME)
+    taps = [*([cfg.exit_layer] if "exit_layer" in cfg else []), NORMED]
+    depths = ",".join(map(str, taps))
+    return f"python -m methods.states pair={cfg.pair.name} {text} {same} taps=[{depths}] out=FOLDER"
+
+
 def write(cfg: DictConfig) -> Path:
     """Computes states as configured (conf/states.yaml) and returns their folder."""
+    with stoppable(lambda: saved(cfg)):
+        return _write(cfg)
+
+
+def saved(cfg: DictConfig) -> str | None:
+    """Where a command that is stopped goes on; None: it begins anew."""
+    out = Path(cfg.out)
+    if not (out / BEGUN).exists():
+        return None
+    record = read_json(out / BEGUN)
+    done, held_out = (_rows_in(folder, cfg, record) for folder in (out, out / HELD_OUT))
+    return f"row {done}" if done else f"row {held_out} of those that are held out" if held_out else None
+
+
+@torch.inference_mode()
+def _write(cfg: DictConfig) -> Path:
     check_all(cfg, SETTINGS)
     check_prompt_weight(cfg.prompt_weight)
     check_conversations(cfg)
@@ -159,10 +184,15 @@ def write(cfg: DictConfig) -> Path:
         write_json(out / BEGUN, wanted)
         if not (out / HELD_OUT / RECORD).exists():
             held_out = islice(rows_of(cfg, pair, held_out=True), HELD_OUT_ROWS)
-            store(held_out, cfg, pair, out / HELD_OUT, wanted)
-        most = None if cfg.tokens is None else -(-cfg.tokens // cfg.length)
+            store(held_out, HELD_OUT_ROWS, cfg, pair, out / HELD_OUT, wanted)
         record = wanted | {"tokens": cfg.tokens, "left_out": count_left_out(cfg)}
-        store(islice(rows_of(cfg, pair, epochs=1), most), cfg, pair, out, record)
+        if (
+            cfg.tokens is None
+        ):  # text takes far less time than states of it: counted, so that the bar has an end
+            count = sum(1 for _ in watched(rows_of(cfg, pair, epochs=1), "counting rows", "row"))
+        else:
+            count = -(-cfg.tokens // cfg.length)
+        store(islice(rows_of(cfg, pair, epochs=1), count), count, cfg, pair, out, record)
     print(out)
     return out
 
@@ -196,21 +226,44 @@ def arrays_of(record: dict[str, Any]) -> dict[str, tuple[type, int]]:
     return arrays
 
 
-def store(rows: Iterator[Tokens], cfg: DictConfig, pair: Pair, out: Path, record: dict[str, Any]) -> None:
-    """Writes rows and the target's states of them, after the rows that the folder holds already, and then `record`."""
-    make_folder(out)
-    sizes = {
-        out / f"{name}.bin": cfg.length * width * np.dtype(kind).itemsize
+def _row_sizes(folder: Path, length: int, record: dict[str, Any]) -> dict[Path, int]:
+    """Bytes of a row in each file of a folder."""
+    return {
+        folder / f"{name}.bin": length * width * np.dtype(kind).itemsize
         for name, (kind, width) in arrays_of(record).items()
     }
-    done = min((path.stat().st_size // size if path.exists() else 0) for path, size in sizes.items())
-    done -= done % cfg.batch_size
+
+
+def _rows_in(folder: Path, cfg: DictConfig, record: dict[str, Any]) -> int:
+    """Rows of full batches that every file of a folder holds: a stopped command goes on after them."""
+    sizes = _row_sizes(folder, cfg.length, record).items()
+    done = min((path.stat().st_size // size if path.exists() else 0) for path, size in sizes)
+    return done - done % cfg.batch_size
+
+
+def store(
+    rows: Iterator[Tokens], count: int, cfg: DictConfig, pair: Pair, out: Path, record: dict[str, Any]
+) -> None:
+    """Writes rows and the target's states of them, after the rows that the folder holds already, and then `record`.
+
+    Args:
+        rows: from the first one on.
+        count: how many there are at most.
+        cfg: conf/states.yaml.
+        pair: with the target.
+        out: the folder.
+        record: what it is to say of itself, beside its number of rows.
+    """
+    make_folder(out)
+    done = _rows_in(out, cfg, record)
     decoder: Any = pair.target.get_decoder()
-    files = {path.stem: path.open("ab") for path in sizes}
-    for path, size in sizes.items():
-        files[path.stem].truncate(done * size)
     todo = batched(islice(rows, done, None), cfg.batch_size)
-    for batch in tqdm(todo, desc=out.name, unit="batch", initial=done // cfg.batch_size):
+    files = {}
+    for path, size in _row_sizes(out, cfg.length, record).items():
+        files[path.stem] = path.open("ab")
+        files[path.stem].truncate(done * size)
+    total = -(-count // cfg.batch_size)
+    for batch in tqdm(todo, desc=out.name, unit="batch", initial=done // cfg.batch_size, total=total):
         ids = batch["input_ids"].to(pair.target.device)
         with torch.autocast(ids.device.type, torch.bfloat16, cfg.precision == "bf16"):
             states_by_tap = states_of(decoder, ids, {*record["taps"], NORMED})
@@ -223,6 +276,7 @@ def store(rows: Iterator[Tokens], cfg: DictConfig, pair: Pair, out: Path, record
             raw = tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
             with file_errors(writing=out):
                 files[name].write(raw.numpy().tobytes())
+                files[name].flush()  # so that all of it counts where the command is stopped
         done += len(ids)
     with file_errors(writing=out):
         for file in files.values():

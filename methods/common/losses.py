@@ -10,7 +10,6 @@ import torch
 from torch.nn.functional import linear
 
 from specbench.decoding.model.anatomy import finished, logit_steps
-from specbench.system.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -161,16 +160,8 @@ class Loss:
     vocab_sample: int | None = None
 
     @classmethod
-    def of(cls, cfg: DictConfig, may_sample: bool = True) -> Loss:
-        """As configured.
-
-        Raises:
-            UserError: a sample is asked for without stored distributions, or of a trainer that takes none.
-        """
-        if cfg.vocab_sample is not None and not may_sample:
-            raise UserError("this trainer computes the logits of all tokens: set vocab_sample=null")
-        if cfg.vocab_sample is not None and cfg.states is None:
-            raise UserError("vocab_sample needs the target's likeliest tokens: states=FOLDER")
+    def of(cls, cfg: DictConfig) -> Loss:
+        """As configured."""
         return cls(cfg.loss_tokens, cfg.vocab_sample)
 
     def goals(self, batch: Batch, ahead: int = 1) -> Goals:

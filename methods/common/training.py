@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from methods.common.losses import Loss
-from methods.states import HIDDEN, batches_of_states, check_states, key_of, rows_of, states_of
+from methods.states import HIDDEN, batches_of_states, check_states, command_for, key_of, rows_of, states_of
 from specbench.data import training
 from specbench.data.conversations import (
     batched,
@@ -31,7 +30,7 @@ from specbench.decoding.state import Request
 from specbench.models.expansion import Sizes
 from specbench.models.pairs import Pair, draft_of, load_pair
 from specbench.models.surgery import SHARED, cut, embedding_names, saved_weights, shares_embeddings
-from specbench.system.errors import UserError
+from specbench.system.errors import UserError, stoppable
 from specbench.system.settings import Count, NotNegative, Positive, Range, Seed, check_all
 
 if TYPE_CHECKING:
@@ -89,11 +88,12 @@ def trainer(kinds: Mapping[str, Any], may_sample: bool = True) -> Callable[[Trai
     def decorate(train: Trainer) -> Trainer:
         @wraps(train)
         def checked(cfg: DictConfig) -> Path:
-            check_trainer(cfg, kinds, may_sample)
-            if training.is_finished(cfg):
-                return Path(cfg.out)
-            training.check_stopped(cfg)
-            return train(cfg)
+            with stoppable(lambda: training.saved(cfg)):
+                check_trainer(cfg, kinds, may_sample)
+                if training.is_finished(cfg):
+                    return Path(cfg.out)
+                training.check_stopped(cfg)
+                return train(cfg)
 
         return checked
 
@@ -107,7 +107,12 @@ def check_trainer(cfg: DictConfig, kinds: Mapping[str, Any], may_sample: bool) -
         UserError: a setting cannot work, or the conversations or states are not there, or not those that it needs.
     """
     check_all(cfg, kinds)
-    Loss.of(cfg, may_sample)
+    if cfg.vocab_sample is not None and not may_sample:
+        raise UserError("this trainer computes the logits of all tokens: set vocab_sample=null")
+    if cfg.vocab_sample is not None and cfg.states is None:
+        raise UserError(
+            f"vocab_sample needs the target's likeliest tokens: give states=FOLDER, made with `{command_for(cfg)}`"
+        )
     if cfg.gradient_checkpointing and "gradient_checkpointing" not in kinds:
         raise UserError("gradient_checkpointing=true is for draft models: set it to false")
     check_prompt_weight(cfg.prompt_weight)
@@ -366,7 +371,7 @@ def agreement(choices: Callable[[Batch], tuple[torch.Tensor, torch.Tensor]], hel
     Returns:
         A float, or a list of k of them.
     """
-    pairs = [choices(batch) for batch in held_out]
+    pairs = [choices(batch) for batch in watched(held_out, "held-out text", "batch")]
     return torch.cat([student == target for student, target in pairs], dim=-1).float().mean(-1).tolist()
 
 

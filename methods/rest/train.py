@@ -18,7 +18,7 @@ from specbench.data.conversations import check_source, own_text, read, tokenizer
 from specbench.data.questions import file_questions, find_questions_file
 from specbench.data.training import data_of
 from specbench.models.pairs import load_pair
-from specbench.system.errors import UserError
+from specbench.system.errors import UserError, stoppable
 from specbench.system.files import file_sha256
 from specbench.system.settings import Count, Seed, check_all
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 SETTINGS = {"tokens": Count | None, "seed": Seed}
 
 
+@stoppable(lambda: None)
 def train(cfg: DictConfig) -> Path:
     """Makes a datastore as configured (conf/train_rest.yaml) and returns its folder."""
     check_all(cfg, SETTINGS)

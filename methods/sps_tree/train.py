@@ -27,7 +27,7 @@ from specbench.data.conversations import check_conversations, count_left_out
 from specbench.data.training import questions_of
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.models.pairs import draft_of, load_pair
-from specbench.system.errors import UserError
+from specbench.system.errors import UserError, stoppable
 from specbench.system.files import make_folder, write_atomic
 from specbench.system.settings import Count, Seed, Temperature, check_all
 
@@ -88,6 +88,7 @@ def count(
     raise AssertionError("conversations do not end")
 
 
+@stoppable(lambda: None)
 def train(cfg: DictConfig) -> Path:
     """Counts as configured (conf/train_sps_tree.yaml), writes the tree and returns its folder."""
     check_all(cfg, SETTINGS)

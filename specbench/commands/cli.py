@@ -5,15 +5,19 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import re
 import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from specbench import __version__
+from specbench import CONF, __version__
 from specbench.system.errors import UserError, one_line_errors, suggest
 
 KEYS = "KEY=VALUE ..."
+NO_SETTINGS = re.compile(
+    r"^(?:defaults|hydra):.*\n(?:[ \t].*\n)*", re.MULTILINE
+)  # what they build on, and for Hydra
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,7 @@ class Command:
         examples: command lines without `specbench`, and what each does.
         first: arguments that are put in front of those given.
         notes: more lines for the help.
+        config: the YAML of conf/ whose keys the help shows; a trainer has one of its own, named as CONFIG_TRAINER.
     """
 
     module: str
@@ -35,6 +40,7 @@ class Command:
     examples: tuple[tuple[str, str], ...]
     first: tuple[str, ...] = ()
     notes: str = ""
+    config: str = ""
 
 
 COMPOSED = "Keys and choices are those of conf/ (Hydra): method=, pair=, data=, task=, decoding=, vocab=, tracker= ..."
@@ -51,6 +57,7 @@ COMMANDS = {
             ("run method=pld data.limit=2 repeats=3", "two questions a task, each measured three times"),
         ),
         notes=COMPOSED,
+        config="bench",
     ),
     "sweep": Command(
         "specbench.commands.run",
@@ -63,6 +70,7 @@ COMMANDS = {
         ),
         first=("-m",),
         notes=COMPOSED + "\nThe same command again goes on where a sweep was stopped.",
+        config="bench",
     ),
     "tune": Command(
         "specbench.commands.tune",
@@ -70,6 +78,7 @@ COMMANDS = {
         "Find a method's draft length and thresholds for a pair on this machine.",
         (("tune method=kangaroo trials=20", "20 trials on the warm-up questions"),),
         notes=COMPOSED,
+        config="tune",
     ),
     "report": Command(
         "specbench.report.__main__",
@@ -139,6 +148,7 @@ COMMANDS = {
             ("audit fast.jsonl pair=qwen3-8b temperature=0.8 plain=plain.jsonl", "drawn answers, by their likelihood"),
         ),
         notes="Keys are pair= and those of conf/audit.yaml (Hydra).\nExit code 1 where answers are violations.",
+        config="audit",
     ),
     "doctor": Command(
         "specbench.commands.doctor",
@@ -146,7 +156,7 @@ COMMANDS = {
         "Say why a drafter accepts little: wrong states, positions, weights, vocabulary or template.",
         (
             ("doctor method=eagle3 pair=tiny", "as it is, and beside controls"),
-            ("doctor method=eagle3 pair=qwen3-8b ++pair.parts.eagle3=FOLDER", "a checkpoint of yours"),
+            ("doctor method=eagle3 pair=qwen3-8b pair.parts.eagle3=FOLDER", "a checkpoint of yours"),
         ),
         notes=COMPOSED + "\nExit code 1 where there are findings.",
     ),
@@ -159,6 +169,7 @@ COMMANDS = {
             ("serve method=ar pair=tiny threads=1 port=8000", "and autoregressive decoding, for engine=openai"),
         ),
         notes=COMPOSED,
+        config="serve",
     ),
     "engine": Command(
         "specbench.commands.engine",
@@ -178,6 +189,7 @@ COMMANDS = {
             ("export folder pair=tiny out=models", "as transformers saves them"),
             ("export part method=medusa pair=tiny out=heads", "Medusa's heads as vLLM reads them"),
         ),
+        config="export",
     ),
     "log": Command(
         "specbench.commands.log",
@@ -204,18 +216,21 @@ COMMANDS = {
             ("train sps pair=vicuna-7b conversations=answers.jsonl steps=10000", "distils a draft model"),
             ("train rest pair=vicuna-7b conversations=sharegpt.jsonl data=spec_bench", "a datastore"),
         ),
+        config="train",
     ),
     "answer": Command(
         "methods.answer",
         KEYS,
         "Let the target answer the prompts of a file, as text to train on.",
         (("answer pair=vicuna-7b conversations=sharegpt.jsonl out=answers.jsonl", "in batches; resumable"),),
+        config="answer",
     ),
     "converse": Command(
         "specbench.commands.converse",
         KEYS,
         "Let the target write conversations, questions and answers, as text to train on.",
         (("converse pair=smollm2-135m out=conversations.jsonl", "2 million tokens of answers; resumable"),),
+        config="converse",
     ),
     "lengthen": Command(
         "specbench.commands.lengthen",
@@ -225,12 +240,14 @@ COMMANDS = {
             ("lengthen pair=tiny lengths=[512,1024] out=long.jsonl", "of the embedded pair's own text"),
             ("lengthen pair=smollm2-135m conversations=conversations.jsonl out=long.jsonl", "1k to 8k tokens"),
         ),
+        config="lengthen",
     ),
     "calibrate": Command(
         "methods.vocab_trim.calibrate",
         KEYS,
         "Count tokens for a trimmed draft head (vocab=trim).",
         (("calibrate pair=vicuna-7b conversations=sharegpt.jsonl source=target_generated", "from its own answers"),),
+        config="calibrate_vocab",
     ),
 }  # fmt: skip
 
@@ -267,7 +284,8 @@ def run(arguments: list[str]) -> int:
         raise UserError(f"unknown command '{name}': {suggest(name, COMMANDS)}; see specbench --help")
     command = COMMANDS[name]
     if {"-h", "--help"} & set(rest):
-        return show(usage(name, command))
+        trainer = rest[0] if name == "train" and rest[0] in trainers() else ""
+        return show(usage(name, command, trainer))
     module = command.module
     if name == "train":
         trained = rest.pop(0) if rest else ""
@@ -304,8 +322,8 @@ def overview() -> str:
     )
 
 
-def usage(name: str, command: Command) -> str:
-    """The help of one command."""
+def usage(name: str, command: Command, trainer: str = "") -> str:
+    """The help of one command; trainer: whose keys are shown, instead of those that all trainers have."""
     lines = [f"usage: specbench {name} {command.takes}", "", command.purpose]
     if name == "train":
         lines += ["", f"NAME: {', '.join(trainers())}"]
@@ -314,7 +332,22 @@ def usage(name: str, command: Command) -> str:
     lines += ["", "examples:"]
     for example, does in command.examples:
         lines += [f"  specbench {example}", f"      {does}"]
+    if config := f"{command.config}_{trainer}" if trainer else command.config:
+        heading = f"keys and defaults (conf/{config}.yaml), besides pair=NAME and pair.KEY=VALUE:"
+        lines += ["", heading, "", settings_of(config)]
     return "\n".join(lines)
+
+
+def settings_of(config: str) -> str:
+    """What a YAML of conf/ says of its keys: defaults and comments; a trainer's, with what all trainers have."""
+    text = (CONF / f"{config}.yaml").read_text(encoding="utf-8")
+    lines = NO_SETTINGS.sub("", text).strip().splitlines()
+    while lines[0].startswith("#"):  # what the file is for, as the usage has it
+        lines.pop(0)
+    if "defaults: [train, _self_]" in text:
+        keys = tuple(re.findall(r"^\w+:", text, re.MULTILINE))
+        lines += ["", *(line for line in settings_of("train").splitlines() if not line.startswith(keys))]
+    return "\n".join(lines).strip()
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
 No data set is needed. The target is given the opening of a user's turn, continues with a question, and answers it
 greedily; other questions come from templates, see `specbench.data.synthesis`. The result is a JSON Lines file that
 every trainer takes as `conversations=`. Beside it lies a log with a line for each pool of conversations: what was kept,
-and why the rest was not. A run that was stopped continues after its last whole pool; with a larger `tokens` a finished
-one continues, too.
+and why the rest was not. A run that was stopped continues after its last whole pool, so a pool is smaller where few
+tokens are asked for; with a larger `tokens` a finished one continues, too.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.state import Request
 from specbench.models.pairs import Pair, load_pair
 from specbench.report.cells import console
-from specbench.system.errors import UserError
+from specbench.system.errors import UserError, stoppable
 from specbench.system.files import lock_file, make_folder, refuse_foreign, whole_lines
 from specbench.system.settings import Count, Natural, Probability, Range, Seed, check_all, plain
 
@@ -59,6 +59,7 @@ SAME = {
 }
 SETTINGS = SAME | {"tokens": Count, "batch_size": Count}
 FRUITLESS = 8  # pools in a row without a conversation that is kept
+LEAST = 16  # conversations of a pool: in fewer, templates find too little, and fruitless pools mean nothing
 FIRST, SECOND = "first turn", "second turn"
 
 
@@ -119,7 +120,7 @@ class Writer:
         """
         rng = random.Random(f"{self.cfg.seed} {number}")
         shares = [kind.share for kind in self.kinds]
-        talks = [self._begun(kind, rng) for kind in rng.choices(self.kinds, shares, k=self.cfg.pool)]
+        talks = [self._begun(kind, rng) for kind in rng.choices(self.kinds, shares, k=pool_size(self.cfg))]
         self._turn([talk for talk in talks if talk.dropped is None], f"{number} {FIRST}")
         dropped = Counter(talk.dropped for talk in talks if talk.dropped is not None)
         talks = [talk for talk in talks if talk.dropped is None]
@@ -209,19 +210,21 @@ class Writer:
                 continue
             seed = random.Random(f"{self.cfg.seed} {label} {i}").getrandbits(62)
             requests[i] = Request(prompt, decoding, seed, stops[i] if stops else None)
-        answers = dict(zip(requests, self._decoded(list(requests.values()), f"pool {label}")))
+        written = "answers" if decoding.greedy else "questions"
+        answers = dict(zip(requests, self._decoded(list(requests.values()), f"pool {label}, {written}")))
         return [answers.get(i) for i in range(len(talks))]
 
     def _decoded(self, requests: list[Request], label: str) -> list[list[int]]:
-        """Decodes in batches, and shows how many tokens were written."""
+        """Decodes in batches, and shows how many tokens were written; the bar advances by those of answers."""
         rounds, tokens = self.engine.rounds(requests), 0
         while True:
             try:
-                tokens += next(rounds)
+                added = next(rounds)
             except StopIteration as end:
                 return [answer.tokens for answer in end.value]
+            tokens += added
             self.bar.set_postfix_str(f"{label}, {tokens} tokens", refresh=False)
-            self.bar.update(0)
+            self.bar.update(added if requests[0].decoding.greedy else 0)
 
 
 class Output:
@@ -271,8 +274,13 @@ class Output:
         """The conversations so far."""
         return [json.loads(line) for line in self.path.read_bytes().split(b"\n") if line]
 
-    def add(self, talks: list[Talk], dropped: Counter[str]) -> int:
-        """Writes a pool; returns the tokens of its answers."""
+    @property
+    def saved(self) -> str | None:
+        """Where a run that is stopped goes on; None: it begins anew."""
+        return f"pool {len(self.lines)}, after {self.tokens:,} tokens of answers" if self.lines else None
+
+    def add(self, talks: list[Talk], dropped: Counter[str]) -> None:
+        """Writes a pool."""
         with self.path.open("a", encoding="utf-8") as file:
             for talk in talks:
                 row = {"kind": talk.kind.name, "messages": talk.messages}
@@ -288,7 +296,6 @@ class Output:
         with self.log.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
         self.lines.append(line)
-        return line["tokens"]
 
     def table(self) -> Table:
         """What was kept, by kind, and what was dropped, by reason."""
@@ -309,6 +316,14 @@ class Output:
 def log_of(path: Path) -> Path:
     """The log beside a file of conversations."""
     return path.with_name(f"{path.stem}.log.jsonl")
+
+
+def pool_size(cfg: DictConfig) -> int:
+    """Conversations of a pool: no more than `cfg.tokens` need if every answer is as long as it may be.
+
+    Settings alone decide it, so that the same command writes the same pools wherever it was stopped.
+    """
+    return min(cfg.pool, max(LEAST, -(-cfg.tokens // cfg.max_new_tokens)))
 
 
 def counted(lines: list[dict], key: str) -> Counter[str]:
@@ -334,7 +349,8 @@ def converse(cfg: DictConfig) -> Path:
         output = Output(path, settings)
         if output.tokens < cfg.tokens:
             filters = Filters(cfg.distinct, cfg.ascii, cfg.question_words, cfg.answer_tokens, benchmark)
-            write(cfg, kinds, filters, output)
+            with stoppable(lambda: output.saved):
+                write(cfg, kinds, filters, output)
     console().print(output.table())
     print(path)
     return path
@@ -352,13 +368,16 @@ def benchmark_of(cfg: DictConfig) -> BenchmarkNgrams:
 def write(cfg: DictConfig, kinds: list[Kind], filters: Filters, output: Output) -> None:
     """Writes pools until the answers have `cfg.tokens` tokens. Raises UserError where nothing is kept any more."""
     pair = load_pair(cfg.pair, cfg.seed, with_draft=False)
-    with tqdm(total=cfg.tokens, initial=output.tokens, unit="token", unit_scale=True) as bar:
+    # Shown every second, with the mean speed: a pool begins with questions, which do not count.
+    by_time: dict[str, Any] = {"smoothing": 0, "miniters": 0, "mininterval": 1}
+    with tqdm(total=cfg.tokens, initial=output.tokens, unit="token", unit_scale=True, **by_time) as bar:
         writer, fruitless = Writer(cfg, pair, kinds, filters, bar), 0
         for row in output.conversations():
             writer.learn(row["kind"], row["messages"])
         while output.tokens < cfg.tokens:
             talks, dropped = writer.pool(len(output.lines))
-            bar.update(output.add(talks, dropped))
+            output.add(talks, dropped)
+            bar.update(output.tokens - bar.n)  # less what was dropped
             fruitless = 0 if talks else fruitless + 1
             if fruitless == FRUITLESS:
                 reasons = ", ".join(f"{reason} ({count})" for reason, count in dropped.most_common(3))

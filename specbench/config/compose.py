@@ -28,9 +28,10 @@ from specbench.models.expansion import layer_at
 from specbench.system.errors import UserError, one_line_errors, suggest
 
 NO_KEY = re.compile(r"Could not override '([\w.]+)'")  # as Hydra says it
+PART = re.compile(r"\bpair\.parts\.(\w+)")  # as a YAML reads one
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
 
 def expanded_layers(count: int, old: int, *, _root_: DictConfig) -> int:
@@ -85,11 +86,15 @@ def _lineage(pair: str) -> Iterator[str]:
     names = [pair]
     for name in names:  # which grows
         yield name
-        paths = (folder / "pair" / f"{name}.yaml" for folder in _folders())
-        if path := next(filter(Path.is_file, paths), None):
-            content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-            bases = content.get("defaults", [])
-            names += [base for base in bases if isinstance(base, str) and base != "_self_"]
+        bases = pair_file(name).get("defaults", [])
+        names += [base for base in bases if isinstance(base, str) and base != "_self_"]
+
+
+def pair_file(name: str) -> dict[str, Any]:
+    """The YAML of a pair as it stands, without those that it builds on; {} where there is none."""
+    paths = (folder / "pair" / f"{name}.yaml" for folder in _folders())
+    path = next(filter(Path.is_file, paths), None)
+    return {} if path is None else yaml.safe_load(path.read_text(encoding="utf-8")) or {}
 
 
 def tuned_choice(group: str, *, _root_: DictConfig) -> str:
@@ -125,7 +130,7 @@ def check_overrides(arguments: list[str]) -> None:
 
     Raises:
         UserError: A group is chosen twice, of which Hydra takes the last; a choice is no name, such as null; a launcher
-            is chosen where there is no sweep to launch.
+            is chosen where there is no sweep to launch; a pair has no such key.
     """
     overrides: dict[str, str] = {}
     for argument in arguments:
@@ -135,6 +140,9 @@ def check_overrides(arguments: list[str]) -> None:
         if equals and key in overrides and is_group(key):
             raise UserError(f"{key} is given twice: {overrides[key]} and {value}")
         overrides[key] = value
+        group, _, inside = key.partition(".")
+        if equals and group == "pair" and inside:
+            check_pair_keys({inside.partition(".")[0]: None})
         for choice in value.split(",") if is_group(key) else []:
             # Hydra wants text, and says no key.
             if re.fullmatch(r"null|true|false|[\d.+-]*", choice, re.IGNORECASE):
@@ -143,6 +151,41 @@ def check_overrides(arguments: list[str]) -> None:
     launcher = [key for key in overrides if re.match(r"hydra[./]launcher\b", key)]
     if launcher and not sweep:
         raise UserError(f"{launcher[0]} needs a sweep: add -m")
+
+
+def check_pair_keys(pair: Mapping[str, Any], part: str | None = None) -> None:
+    """Checks for keys that nothing reads, which a user may have added.
+
+    Args:
+        pair: all of its configuration, or some keys of it.
+        part: that the drafter at hand reads; it need not stand in a YAML.
+
+    Raises:
+        UserError: `pair`, or `pair.parts`, has such a key.
+    """
+    base = base_pair()
+    for key in pair:
+        if key not in base:
+            raise UserError(f"unknown key 'pair.{key}': {suggest(key, base)}")
+    for key in pair.get("parts") or {}:
+        if key not in base["parts"] and key != part and key not in (names := _parts_of_yamls()):
+            raise UserError(f"unknown key 'pair.parts.{key}': {suggest(key, names)}")
+
+
+def base_pair() -> dict[str, Any]:
+    """What every pair has: its keys, and in `parts` the parts that methods of this project have."""
+    return yaml.safe_load((CONF / "pair" / "_base.yaml").read_text(encoding="utf-8"))
+
+
+def _parts_of_yamls() -> set[str]:
+    """The parts that the YAMLs of pairs list, or that those of methods and vocabularies read."""
+    names: set[str] = set()
+    for folder in _folders():
+        for path in (folder / "pair").glob("*.yaml"):
+            names |= (pair_file(path.stem).get("parts") or {}).keys()
+        for path in (*(folder / "method").glob("*.yaml"), *(folder / "vocab").glob("*.yaml")):
+            names |= set(PART.findall(path.read_text(encoding="utf-8")))
+    return names
 
 
 def choices_of(group: str) -> list[str]:
@@ -290,8 +333,8 @@ def with_hydra(config_name: str, task: Callable[[DictConfig], object]) -> int:
             hydra.main(version_base="1.3", config_path=str(CONF), config_name=config_name)(task)()
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(explain(error, config_name, overrides)) from error
-    except KeyboardInterrupt:
-        print("\nstopped; the same command goes on from here", file=sys.stderr)
+    except KeyboardInterrupt as stop:
+        print(f"\nstopped; {str(stop) or 'the same command goes on from here'}", file=sys.stderr)
         return 130
     return 0
 

@@ -141,9 +141,18 @@ def check_conversations(cfg: DictConfig) -> None:
 
 
 def check_source(source: str | None, pair_cfg: DictConfig) -> None:
-    """Raises UserError where there is no such file, or where a pair brings no text of its own (None)."""
+    """Checks as much of a source as takes no weights: that there is one, and the first row of a file.
+
+    Args:
+        source: a file or data set; None: a pair's own text.
+        pair_cfg: the pair.
+
+    Raises:
+        UserError: there is no such file, it is empty or begins with no conversation, or the pair brings no text.
+    """
     if source is not None:
-        is_file(source)
+        if is_file(source) and next(read(source), None) is None:
+            raise UserError(f"the conversations file '{source}' is empty")
     elif pair_cfg.get("training") is None:
         raise UserError(
             f"pair '{pair_cfg.name}' brings no training text: give conversations=FILE (JSON lines)"
@@ -175,7 +184,7 @@ def read(source: str, split: str = "train") -> Iterator[Messages]:
                 try:
                     yield parse(json.loads(line))
                 except (ValueError, KeyError, TypeError) as error:
-                    raise UserError(f"{source}, line {number}: not a conversation ({error!r})") from error
+                    raise UserError(f"{source}, line {number}: {no_conversation(error)}") from error
         return
     from datasets import load_dataset  # late: it takes a second
 
@@ -187,7 +196,16 @@ def read(source: str, split: str = "train") -> Iterator[Messages]:
         try:
             yield parse(row)
         except (KeyError, TypeError) as error:
-            raise UserError(f"{source}, row {number}: not a conversation ({error!r})") from error
+            raise UserError(f"{source}, row {number}: {no_conversation(error)}") from error
+
+
+def no_conversation(error: Exception) -> str:
+    """What is wrong with a row that `parse` refuses: it has another form, or is no JSON at all."""
+    if isinstance(error, KeyError | TypeError):
+        return (
+            'not a conversation: it needs "messages" of {role, content}, or "conversations" of {from, value}'
+        )
+    return f"not a conversation ({error!r})"
 
 
 def parse(row: dict) -> Messages:

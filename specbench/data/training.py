@@ -170,13 +170,21 @@ def _steps(
                 f"{out}: the loss is {figures['loss']} at step {step}: set a smaller learning_rate and another out="
             )
         losses.clear()
-        bar.set_postfix({name: f"{value:.3f}" for name, value in figures.items()})
+        bar.set_postfix_str(_shown(figures))
         if main:
             _log(out / LOG, {"step": step, "threads": torch.get_num_threads(), **figures})
         if step < cfg.steps:
             _save_state(accelerator, checkpoints, began_with, step)
+        bar.unpause()  # looking at held-out text and saving do not count as time of steps
     bar.close()
     return figures
+
+
+def _shown(figures: dict[str, float]) -> str:
+    """Loss and first agreement, for a bar that has room for no more."""
+    agreement = [value for name, value in figures.items() if name.startswith("held_out_agreement")][:1]
+    named = zip(("loss", "agreement"), (figures["loss"], *agreement))
+    return ", ".join(f"{name} {value:.3f}" for name, value in named)
 
 
 def _check_kind(accelerator: Accelerator) -> None:
@@ -362,13 +370,26 @@ def check_stopped(cfg: DictConfig) -> None:
 def _check_same(folder: Path, file: Path, now: dict[str, Any]) -> dict[str, Any]:
     """The conditions in a file. Raises UserError where they are not those of a training."""
     then = read_json(file)
-    for key in sorted((then.keys() | now.keys()) - {"torch_threads"}):
-        if then.get(key) != now.get(key):
-            raise UserError(
-                f"{folder} holds a training with {key}={then.get(key)}, not {now.get(key)}: "
-                "give its settings to go on, remove it to start anew, or name another folder with out="
-            )
+    keys = sorted((then.keys() | now.keys()) - {"torch_threads"})
+    differing = [key for key in keys if then.get(key) != now.get(key)]
+    if foreign := [key for key in differing if key in then.keys() ^ now.keys()]:
+        raise UserError(
+            f"{folder} holds a training of another trainer or version (only one of the two has {', '.join(foreign)}): "
+            "remove it to start anew, or name another folder with out="
+        )
+    if differing:
+        key = differing[0]
+        raise UserError(
+            f"{folder} holds a training with {key}={then.get(key)}, not {now.get(key)}: "
+            "give its settings to go on, remove it to start anew, or name another folder with out="
+        )
     return then
+
+
+def saved(cfg: DictConfig) -> str | None:
+    """Where a training that is stopped goes on; None: it begins anew."""
+    state = _newest_state(Path(cfg.out) / "checkpoints")
+    return None if state is None else f"step {_steps_of(state)}"
 
 
 def _newest_state(checkpoints: Path) -> Path | None:

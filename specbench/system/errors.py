@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import signal
 import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING
 from specbench import ROOT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
     from types import ModuleType
 
@@ -110,3 +111,27 @@ def one_line_errors() -> Iterator[None]:
             UserError(f"{what}: a smaller batch_size, a shorter length or pair.dtype=bfloat16 needs less")
         )
         raise SystemExit(2) from None
+
+
+@contextmanager
+def stoppable(saved: Callable[[], str | None]) -> Iterator[None]:
+    """Within it SIGTERM stops a command as Ctrl-C does, and either tells what the same command will do.
+
+    Args:
+        saved: what of the work is kept, such as "step 200", from where the same command goes on; None: nothing.
+
+    Raises:
+        KeyboardInterrupt: the command was stopped; the text is for its user.
+    """
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        place = saved()
+        raise KeyboardInterrupt(
+            "nothing was saved yet: the same command begins anew"
+            if place is None
+            else f"the same command goes on from {place}"
+        ) from stop
+    finally:
+        signal.signal(signal.SIGTERM, previous)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import statistics
+import sys
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -61,7 +62,11 @@ def use_threads(
         return Threads(torch.get_num_threads(), "OMP_NUM_THREADS", {})
     if work is None:
         return Threads(torch.get_num_threads(), "torch", {})
-    seconds = measure(work, counts(usable_cores()), prepare)
+    numbers = counts(usable_cores())
+    if len(numbers) > 1:
+        listed = ", ".join(map(str, numbers))
+        print(f"choosing torch's threads: measuring {listed}", file=sys.stderr, flush=True)
+    seconds = measure(work, numbers, prepare)
     chosen = fewest_worth(seconds)
     torch.set_num_threads(chosen)
     return Threads(chosen, "measuring", seconds)

@@ -1,6 +1,7 @@
 """The console command: what each subcommand calls, its help, and how fast bad input is answered."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -80,6 +81,31 @@ def test_help_shows_examples_and_calls_nothing(called, capsys, name):
     text = capsys.readouterr().out
     assert text.startswith(f"usage: specbench {name} ") and f"  specbench {name} " in text
     assert not called
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        ("converse", ["tokens: 2000000 ", "question_tokens: 128 ", "  chat:"]),
+        ("train", ["steps: 400 ", "length: 512 "]),
+        ("train kangaroo", ["exit_layer: 2\n", "learning_rate: 3.0e-3 ", "steps: 400 ", "length: 512 "]),
+        ("audit", ["tolerance: null "]),
+        ("serve", ["port: 8000 "]),
+        ("run", ["precision: null "]),
+    ],
+)
+def test_help_shows_keys_and_defaults(called, capsys, words, shown):
+    assert cli.run([*words.split(), "--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(f"\n{line}" in text for line in shown)
+    assert not any(f"\n{block}:" in text for block in ("defaults", "hydra"))
+
+
+@pytest.mark.parametrize("trainer", cli.trainers())
+def test_help_of_a_trainer_shows_each_key_once(capsys, trainer):
+    assert cli.run(["train", trainer, "--help"]) == 0
+    keys = re.findall(r"^(\w+): ", capsys.readouterr().out.partition("keys and defaults")[2], re.MULTILINE)
+    assert {"conversations", "out"} <= set(keys) and len(keys) == len(set(keys))
 
 
 def test_help_of_all_and_version(capsys):

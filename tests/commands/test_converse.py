@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import signal
 
 import pytest
 
-from specbench.commands.converse import Writer, converse
+from specbench.commands import converse as command
+from specbench.commands.converse import Writer, converse, pool_size
 from specbench.data.conversations import read
 from specbench.data.synthesis import loop_start
 from specbench.models.pairs import load_pair
@@ -133,6 +135,70 @@ def test_a_stopped_run_goes_on_after_its_last_pool(workplace, written, tmp_path)
     converse(settings(workplace, out, "batch_size=5"))
     assert out.read_text() == written.read_text()
     assert log.read_text() == written.with_name("talk.log.jsonl").read_text()
+
+
+@pytest.mark.parametrize(
+    ("more", "size"),
+    [
+        (("tokens=2000000",), 512),
+        (("tokens=20000",), 105),  # 104.2 answers of 192 tokens
+        (("tokens=1",), 16),
+        (("tokens=20000", "max_new_tokens=400"), 50),
+        (("tokens=20000", "pool=8"), 8),
+    ],
+)
+def test_few_tokens_make_small_pools(more, size):
+    assert pool_size(composed("converse", *more)) == size
+
+
+def test_a_pool_has_as_many_conversations_as_few_tokens_need(workplace, tmp_path):
+    converse(settings(workplace, tmp_path / "talk.jsonl", "pool=500", "tokens=30"))
+    _, *pools = rows(tmp_path / "talk.log.jsonl")
+    for pool in pools:
+        lost = sum(count for reason, count in pool["dropped"].items() if not reason.startswith("second turn"))
+        assert sum(pool["conversations"].values()) + lost == 16
+
+
+@pytest.mark.parametrize(
+    ("pools", "message"),
+    [(0, "^nothing was saved yet"), (1, r"goes on from pool 1, after \d+ tokens of answers$")],
+)
+def test_a_stop_says_from_which_pool_it_goes_on(workplace, tmp_path, monkeypatch, pools, message):
+    written = Writer.pool
+
+    def stopped(self, number):
+        if number == pools:
+            signal.raise_signal(signal.SIGTERM)
+        return written(self, number)
+
+    monkeypatch.setattr(Writer, "pool", stopped)
+    with pytest.raises(KeyboardInterrupt, match=message):
+        converse(settings(workplace, tmp_path / "talk.jsonl"))
+
+
+def test_the_bar_advances_within_a_pool_and_tells_questions_from_answers(workplace, tmp_path, monkeypatch):
+    """By the tokens of answers, less those that were dropped at the end of the pool."""
+    shown: list[tuple[str, int]] = []
+    bars: list[Bar] = []
+
+    class Bar(command.tqdm):
+        def __init__(self, *args, **how):
+            super().__init__(*args, **how)
+            bars.append(self)
+
+        def update(self, n=1):
+            super().update(n)
+            shown.append((self.postfix or "", n))
+
+    monkeypatch.setattr(command, "tqdm", Bar)
+    converse(settings(workplace, tmp_path / "talk.jsonl", "tokens=100"))
+    [bar] = bars
+    in_pool = [(label, n) for label, n in shown if label.startswith("pool 0 first turn")]
+    questions = [n for label, n in in_pool if ", questions, " in label]
+    answers = [n for label, n in in_pool if ", answers, " in label]
+    assert questions and not any(questions) and sum(n > 0 for n in answers) > 1
+    assert bar.n == sum(pool["tokens"] for pool in rows(tmp_path / "talk.log.jsonl")[1:])
+    assert bar.smoothing == 0  # its speed is the mean one
 
 
 def test_a_file_that_is_not_what_the_log_says_stays_as_it_is(workplace, written, tmp_path):

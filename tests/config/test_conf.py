@@ -10,7 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from specbench.config.checks import check_method, check_values
-from specbench.config.compose import CONF, check_overrides
+from specbench.config.compose import CONF, base_pair, check_overrides, check_pair_keys
 from specbench.data.question_files import TASKS
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.scheduler import Scheduler
@@ -94,6 +94,39 @@ def test_an_engine_drafts_as_long_as_the_drafter_alone_and_in_batches(engine):
 @pytest.mark.parametrize("pair", NAMES["pair"])
 def test_pairs_have_the_same_keys(pair):
     assert set(file_of("pair", pair)) == set(OmegaConf.load(CONF / "pair" / "_base.yaml"))
+    check_pair_keys(file_of("pair", pair))
+
+
+def test_every_part_of_this_project_is_a_key_of_every_pair():
+    """`pair.parts.NAME=FOLDER` needs no `++`."""
+    assert base_pair()["parts"].keys() == file_of("pair", "tiny").parts.keys()
+    assert composed("bench", "pair=qwen3-32b").pair.parts.keys() == base_pair()["parts"].keys()
+
+
+@pytest.mark.parametrize(
+    "override", ["++pair.part.kangaroo=x", "+pair.part=x", "pair.part=x", "++pair.drafts=null"]
+)
+def test_a_key_of_a_pair_that_nothing_reads_is_refused(override):
+    with pytest.raises(UserError, match=r"^unknown key 'pair\.\w+': did you mean "):
+        check_overrides([override])
+
+
+def test_keys_of_a_pair_that_are_read_are_not_refused():
+    check_overrides(
+        ["++pair.template_kwargs.thinking=true", "~pair.part", "pair.target_shape.hidden_size=64", "-m"]
+    )
+    check_overrides(["++pair.packages.name.version=1", "++pair.parts.own=x", "+pair.training.seed=1"])
+
+
+def test_a_part_of_a_user_is_read_where_a_yaml_or_the_drafter_names_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    pair = {"parts": {"mine": "folder"}}
+    with pytest.raises(UserError, match=r"^unknown key 'pair\.parts\.mine': "):
+        check_pair_keys(pair)
+    check_pair_keys(pair, part="mine")
+    (tmp_path / "conf" / "method").mkdir(parents=True)
+    (tmp_path / "conf" / "method" / "mine.yaml").write_text("weights: ${oc.select:pair.parts.mine,null}\n")
+    check_pair_keys(pair)
 
 
 def test_data_sets_have_the_same_keys():

@@ -126,6 +126,20 @@ def test_a_line_that_is_no_conversation_is_named(tmp_path, row):
         next(some(str(tmp_path / "bad.jsonl")))
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is empty"),
+        ("\n", "is empty"),
+        ('{"text": "?"}\n', 'line 1: not a conversation: it needs "messages" of .* or "conversations" of'),
+    ],
+)
+def test_a_file_of_nothing_or_of_another_form_is_told_when_it_is_checked(tmp_path, text, message):
+    (tmp_path / "bad.jsonl").write_text(text)
+    with pytest.raises(UserError, match=rf"bad\.jsonl.*{message}"):
+        check_conversations(settings(str(tmp_path / "bad.jsonl")))
+
+
 def test_bytes_that_are_no_text_are_named(tmp_path):
     bad = b'{"messages": [{"role": "user", "content": "\xff"}]}'
     (tmp_path / "bad.jsonl").write_bytes(b'{"messages": []}\n' + bad)

@@ -111,7 +111,7 @@ def test_a_command_that_was_stopped_goes_on(workplace, folder, tmp_path, monkeyp
         raise KeyboardInterrupt
 
     monkeypatch.setattr(states, "batched", stopped)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt, match="goes on from row 4 of those that are held out"):
         states.write(cfg)
     monkeypatch.undo()
     assert not (tmp_path / "again" / states.RECORD).exists()
@@ -196,6 +196,24 @@ def test_a_folder_says_what_its_text_was_cleared_of(workplace, folder, tmp_path)
     assert record["left_out"] == asked > 1
     with pytest.raises(UserError, match="was begun with questions="):
         states.write(settings(workplace, tmp_path / "other"))
+
+
+def test_bars_show_how_many_batches_there_are(workplace, tmp_path, monkeypatch):
+    bars, shown = [], states.tqdm
+    monkeypatch.setattr(states, "tqdm", lambda *args, **how: bars.append(shown(*args, **how)) or bars[-1])
+    for name, more in (("all", ()), ("some", ("tokens=60",))):
+        states.write(settings(workplace, tmp_path / name, *more))
+    (_, every), (_, some) = bars[:2], bars[2:]
+    assert every.n == every.total > some.n == some.total == 2  # of two rows of 20 tokens
+
+
+def test_a_stop_before_anything_is_stored_says_so(workplace, tmp_path, monkeypatch):
+    def stopped(*_args, **_settings):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(states, "load_pair", stopped)
+    with pytest.raises(KeyboardInterrupt, match="nothing was saved yet"):
+        states.write(settings(workplace, tmp_path / "again"))
 
 
 def test_a_full_disk_is_one_line(workplace, tmp_path, monkeypatch):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 from itertools import repeat
@@ -30,6 +32,7 @@ from methods.mtp.train import fresh_model as fresh_mtp
 from methods.s2d import train as s2d_train
 from methods.sps import train as sps_train
 from specbench import ROOT
+from specbench.data import training
 from specbench.data.questions import questions_sha256
 from specbench.data.training import CONDITIONS, RECORD, data_of, stages_of, train
 from specbench.decoding.model.staged_model import StagedModel
@@ -38,6 +41,7 @@ from specbench.system import threads
 from specbench.system.errors import UserError
 from specbench.system.files import lock_folder, make_folder, read_json
 from tests.support.blocks import MASK, settings_of
+from tests.support.commands import wait_for
 from tests.support.messages import says
 from tests.support.models import random_model
 from tests.support.training import SORTED, Stopped, log, stop_after, training_overrides, training_settings
@@ -144,6 +148,51 @@ def test_a_stopped_training_goes_on_only_as_it_began(workplace, tmp_path, monkey
             kangaroo_train.train(settings(more))
     monkeypatch.undo()
     assert kangaroo_train.train(settings("save_every=10")).is_dir()
+
+
+@pytest.mark.slow
+def test_the_folder_of_another_trainer_is_called_that(workplace, tmp_path, monkeypatch):
+    cfg = training_settings("train_kangaroo", workplace, tmp_path, "steps=2", "save_every=1")
+    kangaroo_train.train(cfg)
+    monkeypatch.setattr(common, "load_pair", None)
+    with pytest.raises(UserError, match=r"another trainer or version .*draft_steps.*exit_layer"):
+        eagle3_train.train(training_settings("train_eagle3", workplace, tmp_path, "steps=2", "save_every=1"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("calls", "message"), [(10, "nothing was saved yet"), (20, "goes on from step 15$")])
+def test_a_training_that_is_stopped_says_from_where_it_goes_on(
+    workplace, tmp_path, monkeypatch, calls, message
+):
+    forward, left = kangaroo_train.Distillation.forward, iter(range(calls))
+
+    def limited(self, batch):
+        if next(left, None) is None:
+            signal.raise_signal(signal.SIGTERM)
+        return forward(self, batch)
+
+    monkeypatch.setattr(kangaroo_train.Distillation, "forward", limited)
+    with pytest.raises(KeyboardInterrupt, match=message):
+        kangaroo_train.train(training_settings("train_kangaroo", workplace, tmp_path))
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_sigterm_ends_a_trainer_as_ctrl_c_does(workplace, tmp_path):
+    """With a line and its exit code, and no folder of its own is left."""
+    out, scratch = tmp_path / "out", make_folder(tmp_path / "scratch")
+    arguments = training_overrides(workplace, out, "steps=100000", "save_every=200")
+    command = [sys.executable, "-m", "methods.kangaroo.train", *arguments]
+    env = os.environ | {"TMPDIR": str(scratch)}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=env) as child:
+        try:
+            wait_for(lambda: [*out.glob("checkpoints/state-*")] or child.poll() is not None)
+            child.terminate()
+            _, err = child.communicate(timeout=60)
+        finally:
+            child.kill()
+    assert child.returncode == 130 and "stopped; the same command goes on from" in err
+    assert not [*scratch.glob("tmp*")]
 
 
 @pytest.mark.slow
@@ -264,7 +313,7 @@ def test_a_setting_that_cannot_work_is_told_before_anything_is_loaded(
         ("data.path=/nowhere/question.jsonl", "no file /nowhere/question.jsonl"),
         ("prompt_weight=1", "prompt_weight must be less than 1"),
         ("states=/nowhere", "there are no states in '/nowhere'"),
-        ("vocab_sample=8", "states=FOLDER"),
+        ("vocab_sample=8", r"states=FOLDER, .*methods.states pair=\w+ conversations=\S+ length=20 .* taps="),
     ],
 )
 def test_what_is_missing_is_told_before_anything_is_loaded(
@@ -422,6 +471,27 @@ def test_a_figure_of_no_token_is_null(workplace, tmp_path):
     trained(workplace, tmp_path, Weight(), lambda: figures, lambda out, found: saved.append(found))
     for written in (*saved, *log(tmp_path), read_json(tmp_path / RECORD)):
         assert written["held_out_agreement"] == 0.5 and written["step_2_agreement"] is None
+
+
+@pytest.mark.slow
+def test_a_bar_shows_loss_and_agreement_alone(workplace, tmp_path, monkeypatch):
+    """And its speed is that of steps: what comes between them does not count. The log has all figures."""
+    shown: list[str] = []
+    resumed: list[int] = []
+
+    class Bar(training.tqdm):
+        def set_postfix_str(self, text, *args, **settings) -> None:
+            shown.append(text)
+
+        def unpause(self) -> None:
+            resumed.append(self.n)
+
+    monkeypatch.setattr(training, "tqdm", Bar)
+    figures = {"held_out_agreement": 0.5, "step_1_agreement": 0.5, "step_2_agreement": 0.25}
+    trained(workplace, tmp_path, Weight(), lambda: figures)
+    losses = [row["loss"] for row in log(tmp_path)]
+    assert shown == [f"loss {loss:.3f}, agreement 0.500" for loss in losses] and resumed == [1, 2, 3]
+    assert all(figures.items() <= row.items() for row in log(tmp_path))
 
 
 @pytest.mark.slow

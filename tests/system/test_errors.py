@@ -1,7 +1,9 @@
+import signal
+
 import pytest
 import torch
 
-from specbench.system.errors import UserError, file_errors, one_line_errors, suggest
+from specbench.system.errors import UserError, file_errors, one_line_errors, stoppable, suggest
 
 
 def test_near_names_the_closest_and_all_that_are_known():
@@ -47,3 +49,20 @@ def test_what_the_system_refuses_names_the_file(tmp_path):
         (tmp_path / "none").read_text()
     with pytest.raises(ZeroDivisionError), file_errors():
         1 / 0  # noqa: B018
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    ("saved", "message"),
+    [("step 3", "^the same command goes on from step 3$"), (None, "^nothing was saved yet: .* begins anew$")],
+)
+def test_a_stop_tells_what_the_same_command_will_do(number, saved, message):
+    """Of either signal alike; what SIGTERM did before, it does afterwards."""
+    interrupts, before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a test in the background ignores it
+    try:
+        with pytest.raises(KeyboardInterrupt, match=message), stoppable(lambda: saved):
+            signal.raise_signal(number)
+    finally:
+        signal.signal(signal.SIGINT, interrupts)
+    assert signal.getsignal(signal.SIGTERM) == before

@@ -79,8 +79,9 @@ def test_more_threads_must_be_worth_it(seconds, chosen):
     assert fewest_worth(seconds) == chosen
 
 
-def test_the_fastest_number_is_found(by_measuring):
+def test_the_fastest_number_is_found(by_measuring, capsys):
     found = use_threads(None, taking({4: 0.03, 2: 0.01, 1: 0.02}))
+    assert capsys.readouterr().err == "choosing torch's threads: measuring 4, 2, 1\n"
     assert (found.threads, found.chosen_by, torch.get_num_threads()) == (2, "measuring", 2)
     assert found.seconds.keys() == {1, 2, 4} and found.seconds[2] < found.seconds[1] < found.seconds[4]
 
@@ -95,6 +96,19 @@ def test_far_too_few_threads_are_tried_once():
     torch.set_num_threads(4)
     assert measure(work, [4, 2, 1]).keys() == {4, 2}
     assert called.count(1) == 0 and called.count(2) == 3
+
+
+def test_a_line_says_that_threads_are_measured_before_they_are(by_measuring, monkeypatch, capsys):
+    said: list[str] = []
+
+    def work() -> None:
+        said.append(capsys.readouterr().err)
+
+    use_threads(None, work)
+    assert said[0] and not any(said[1:])
+    monkeypatch.setattr(threads, "usable_cores", lambda: 1)  # nothing to choose from
+    use_threads(None, work)
+    assert capsys.readouterr().err == ""
 
 
 def test_what_is_set_by_hand_is_not_measured(by_measuring, monkeypatch):
