@@ -15,9 +15,8 @@ from specbench import CONF, __version__
 from specbench.system.errors import UserError, one_line_errors, suggest
 
 KEYS = "KEY=VALUE ..."
-NO_SETTINGS = re.compile(
-    r"^(?:defaults|hydra):.*\n(?:[ \t].*\n)*", re.MULTILINE
-)  # what they build on, and for Hydra
+# Of a YAML: what it builds on, and what is for Hydra.
+NO_SETTINGS = re.compile(r"^(?:defaults|hydra):.*\n(?:[ \t].*\n)*", re.MULTILINE)
 
 
 @dataclass(frozen=True)
