@@ -126,7 +126,7 @@ def test_what_cannot_be_traced_runs_as_it_is_and_says_so_once(monkeypatch, capfd
         target, ids = compiled("llama"), torch.randint(3, 60, (1, PROMPT + TOKENS))
     assert torch.equal(logits_of(target, ids)["chain"], logits_of(plain(target), ids)["chain"])
     lines = capfd.readouterr().err.splitlines()
-    assert lines == ["warning: a LlamaDecoderLayer is not compiled: RuntimeError: no such operation"]
+    assert lines == ["warning: LlamaDecoderLayer is not compiled: RuntimeError: no such operation"]
 
 
 @pytest.mark.slow
@@ -190,7 +190,7 @@ def test_a_layer_with_a_tensor_that_is_no_input_is_not_compiled(capfd):
     assert torch.equal(logits_of(target, ids)["chain"], logits_of(plain(target), ids)["chain"])
     lines = capfd.readouterr().err.splitlines()
     reason = "TraceError: it reads a tensor that is none of its parameters and buffers"
-    assert lines == [f"warning: a LlamaDecoderLayer is not compiled: {reason}"]
+    assert lines == [f"warning: LlamaDecoderLayer is not compiled: {reason}"]
 
 
 @torch.inference_mode()

@@ -158,11 +158,11 @@ class CompiledLayer(torch.nn.Module):
             compiled = traced.function, self._attention(traced, expected)
             output = self._call(*compiled, states, arguments)
         except Exception as error:  # noqa: BLE001 - whatever a family's layer or the compiler meets
-            _warn_once(f"a {type(self.layer).__name__} is not compiled: {one_line(error)}")
+            _warn_once(f"{type(self.layer).__name__} is not compiled: {one_line(error)}")
             return expected
         apart = (output - expected).abs().max() / expected.abs().max()
         if output.shape != expected.shape or not apart <= TOLERANCE[output.dtype]:
-            _warn_once(f"a {type(self.layer).__name__} is not compiled: its states would be {apart:.1g} off")
+            _warn_once(f"{type(self.layer).__name__} is not compiled: its states would be {apart:.1g} off")
             return expected
         self._compiled[key] = compiled
         return output
@@ -240,7 +240,7 @@ class CompiledLayer(torch.nn.Module):
                 raise TraceError("it reads a tensor that is none of its parameters and buffers")
             module, options = met[0]
             name = next(name for name, part in self.layer.named_modules() if part is module)
-            compiled = _compile(graph, fakes, f"a {type(self.layer).__name__}")
+            compiled = _compile(graph, fakes, type(self.layer).__name__)
         return Traced(compiled, name, options)
 
     @contextmanager
@@ -415,7 +415,7 @@ def _compile(graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], label:
     digest = hashlib.sha256(str((torch.__version__, graph.code, shapes)).encode()).hexdigest()[:16]
     done = folder / f"{digest}.done"
     if not done.exists():
-        print(f"compiling {label} for this processor, once: some 15 s", file=sys.stderr, flush=True)
+        print(f"compiling {label} for this processor, once: up to a minute", file=sys.stderr, flush=True)
     options = {"config_patches": OPTIONS, "inner_compile": compiled}
     with of_autograd.patch(enable_autograd_cache=False):  # what it has is wrapped already
         standalone_compile(graph, [*inputs], dynamic_shapes="from_graph", options=options)

@@ -102,7 +102,7 @@ def _compiled(compiler: str) -> Path:
         return library
     with lock_folder(folder, "filled", wait=True):
         if not library.exists():
-            print("compiling kernels for this processor, once: half a minute", file=sys.stderr, flush=True)
+            print("compiling kernels for this processor, once: up to a minute", file=sys.stderr, flush=True)
             _compile(compiler, library)
     return library
 
