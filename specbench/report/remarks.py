@@ -360,7 +360,8 @@ def title_text(summary: dict) -> Text:
         text.append(f"{line}\n", style=WRONG)
     for warning in filter(None, (slow_machine(summary), disturbed(summary))):
         text.append(f"{warning}\n", style=WRONG)
-    settings = f" ({', '.join(as_text(summary['settings']))})" if summary["settings"] else ""
+    chosen = as_text({name: value for name, value in summary["settings"].items() if value is not None})
+    settings = f" ({', '.join(chosen)})" if chosen else ""
     text.append(f"{method_label(summary)}{settings}", style="bold").append(
         f" on {summary['pair']}: {summary['data']}, {summary['task']}, temperature {summary['temperature']}, "
         f"{_verification(summary)}batch {summary['batch_size']}, {dtype_label(summary)}, "

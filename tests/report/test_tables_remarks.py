@@ -18,6 +18,12 @@ def test_what_is_wrong_with_a_run():
     assert remarks.faults(nothing()) == []
 
 
+def test_a_title_has_the_settings_that_are_set():
+    title = remarks.title_text(changed(SUMMARY, settings={"nodes": None, "width": 4})).plain
+    assert "(width=4) on" in title and "nodes" not in title
+    assert "kangaroo on" in remarks.title_text(changed(SUMMARY, settings={"nodes": None})).plain
+
+
 def test_what_a_ratio_rests_on():
     said = [remarks.paired_over(n, unit) for unit in ("question", "pool", "repeat") for n in (1, 2)]
     assert said[:4] == ["1 question", "2 questions", "1 pool", "2 pools"]
