@@ -126,6 +126,7 @@ def test_lossless_on_one_architecture(tmp_path):
     assert_rounds_of_every_kind(assert_lossless("llama", drafter_of("llama", tmp_path)), partly=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheduler", [RaggedBatch, EqSpec, lambda size: ExSpec(size, window=7)])
 def test_lossless_in_batches(scheduler, tmp_path):
     """Masks stand after the last true pair of each sequence, however many tokens it keeps."""
@@ -279,6 +280,7 @@ def test_agreements_are_of_what_would_be_drafted():
         assert truth[:, column].tolist() == logits[[place + 1, place + 2]].argmax(-1).tolist()
 
 
+@pytest.mark.slow
 def test_some_tokens_may_stand_for_all_of_each_number_of_masks():
     """As many are drawn by their weight, with the same sum of weights: the same loss on average."""
     pair = random_pair("llama")
