@@ -36,10 +36,10 @@ bench: $(STAMP) ## Measure a method: METHOD=kangaroo [DRAFTER=sps PAIR=tiny DATA
 tune: $(STAMP) ## Find a method's draft length and thresholds for a pair, here: METHOD=kangaroo [PAIR=tiny ARGS="trials=20 ..."]
 	@$(PY) -m specbench tune method=$(METHOD) $(if $(PAIR),pair=$(PAIR)) $(if $(DATA),data=$(DATA)) $(if $(TASK),task=$(TASK)) $(ARGS)
 
-test: $(STAMP) ## Run the fast tests and every twelfth of the slow ones, in four to seven minutes on two cores; SPECBENCH_TURN=1 takes others, =all all [ARGS="-k name"]
+test: $(STAMP) ## Run the fast tests and every twelfth of the slow ones, in four to nine minutes on two cores; SPECBENCH_TURN=1 takes others, =all all [ARGS="-k name"]
 	@$(PYTEST) -m "$(EVERY)" $(ARGS)
 
-test-fast: $(STAMP) ## Run the tests that need neither long nor other processes, in two to three minutes [ARGS="-k name"]
+test-fast: $(STAMP) ## Run the tests that need neither long nor other processes, in two to four minutes [ARGS="-k name"]
 	@$(PYTEST) -m "$(FAST)" $(ARGS)
 
 test-nightly: $(STAMP) ## Run all tests, also of stored weights, compilers and simulations [ARGS="-k name"]

@@ -1,6 +1,6 @@
 """Set-up of every test: no network but a test's own, reproducible draws, few threads. The tiers:
 
-- fast (`make test-fast`): all that no marker below names; the heart of every part, in two to three minutes.
+- fast (`make test-fast`): all that no marker below names; the heart of every part, in two to four minutes.
 - `first_fast`: of its cases, the first is fast and the others are slow.
 - `nightly` (`make test-nightly`): what tests a stored artefact, a compiler or a simulation, not a change.
 - all markers below: of these tests every twelfth runs each time, and the others are nightly. $SPECBENCH_TURN, a number,
@@ -11,7 +11,7 @@
 - `process`, `cluster`, `browser`: start other processes; Ray, submitit or several processes that train; a browser.
 - `model`: needs a real model, and is skipped where it was not fetched; SPECBENCH_MODELS=1 fetches it.
 - `cuda`: needs a GPU and is skipped without one; `make test ARGS="-m cuda"` runs these alone.
-- `make test`: all of them but `nightly`, in seven minutes or so.
+- `make test`: all of them but `nightly`, in four to nine minutes.
 """
 
 from __future__ import annotations
