@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from specbench.config.compose import check_pair_keys, own_error
+from specbench.config.engine_settings import check_read
 from specbench.config.parts import check_part
 from specbench.config.spec import RunSpec, unit_of
 from specbench.config.tuned import settings_source
@@ -225,6 +226,7 @@ def check_engine(cfg: DictConfig, spec: RunSpec) -> None:
     }
     if chosen := [key for key, is_set in ours.items() if is_set]:
         raise UserError(f"engine {name} does not know {', '.join(chosen)}: leave it out")
+    check_read(cfg, spec)
 
 
 def check_batch(cfg: DictConfig, spec: RunSpec) -> None:

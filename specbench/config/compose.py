@@ -86,13 +86,13 @@ def _lineage(pair: str) -> Iterator[str]:
     names = [pair]
     for name in names:  # which grows
         yield name
-        bases = pair_file(name).get("defaults", [])
+        bases = group_file("pair", name).get("defaults", [])
         names += [base for base in bases if isinstance(base, str) and base != "_self_"]
 
 
-def pair_file(name: str) -> dict[str, Any]:
-    """The YAML of a pair as it stands, without those that it builds on; {} where there is none."""
-    paths = (folder / "pair" / f"{name}.yaml" for folder in _folders())
+def group_file(group: str, name: str) -> dict[str, Any]:
+    """A YAML of a group as it stands, without those that it builds on; {} where there is none."""
+    paths = (folder / group / f"{name}.yaml" for folder in _folders())
     path = next(filter(Path.is_file, paths), None)
     return {} if path is None else yaml.safe_load(path.read_text(encoding="utf-8")) or {}
 
@@ -174,7 +174,7 @@ def check_pair_keys(pair: Mapping[str, Any], part: str | None = None) -> None:
 
 def base_pair() -> dict[str, Any]:
     """What every pair has: its keys, and in `parts` the parts that methods of this project have."""
-    return yaml.safe_load((CONF / "pair" / "_base.yaml").read_text(encoding="utf-8"))
+    return group_file("pair", "_base")
 
 
 def _parts_of_yamls() -> set[str]:
@@ -182,7 +182,7 @@ def _parts_of_yamls() -> set[str]:
     names: set[str] = set()
     for folder in _folders():
         for path in (folder / "pair").glob("*.yaml"):
-            names |= (pair_file(path.stem).get("parts") or {}).keys()
+            names |= (group_file("pair", path.stem).get("parts") or {}).keys()
         for path in (*(folder / "method").glob("*.yaml"), *(folder / "vocab").glob("*.yaml")):
             names |= set(PART.findall(path.read_text(encoding="utf-8")))
     return names

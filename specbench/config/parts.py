@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from specbench.config.compose import base_pair, pair_file
+from specbench.config.compose import base_pair, group_file
 from specbench.system.errors import UserError, one_line
 from specbench.system.files import read_json
 from specbench.system.paths import packaged
@@ -77,7 +77,9 @@ def target_sizes(pair: Mapping[str, Any]) -> dict[str, int]:
     """
     settings: Mapping[str, Any] = _json(packaged(pair["target"]) / CONFIG)
     settings = settings.get("text_config") or settings
-    if not settings and (pair["init"] == "random" or pair["target"] == pair_file(pair["name"]).get("target")):
+    if not settings and (
+        pair["init"] == "random" or pair["target"] == group_file("pair", pair["name"]).get("target")
+    ):
         settings = pair["target_shape"] or {}
     return {key: settings[key] for key in SIZES if isinstance(settings.get(key), int)}
 

@@ -5,18 +5,15 @@ from __future__ import annotations
 import pytest
 
 from specbench.config import checks
-from specbench.engines.openai import OpenAI
-from specbench.measure import served
-from specbench.measure.runner import prepare
-from specbench.measure.served import check_settings
+from specbench.config.compose import group_file
+from specbench.config.engine_settings import READ
 from specbench.system.errors import UserError
 from tests.support.conf import composed
 from tests.support.messages import says
 
 
 def checked(*words: str) -> None:
-    cfg = composed("bench", "pair=tiny", *words)
-    check_settings(cfg, checks.check(cfg))
+    checks.check(composed("bench", "pair=tiny", *words))
 
 
 @pytest.mark.parametrize(
@@ -94,14 +91,5 @@ def test_a_preset_of_the_users_own(monkeypatch, tmp_path):
     preset = 'name: mine\nspeculative: {sps: {n: "${method.max_draft_tokens}"}}\n'
     (tmp_path / "conf/engine/mine.yaml").write_text(preset)
     monkeypatch.chdir(tmp_path)
-    assert served._file("engine", "mine")["name"] == "mine" and served._file("engine", "none") == {}
-    assert served.READ.findall(str(served._file("engine", "mine"))) == ["max_draft_tokens"]
-
-
-def test_a_run_is_refused_before_a_model_is_loaded(monkeypatch):
-    monkeypatch.setattr(served, "load_pair", lambda *_, **__: pytest.fail("a model was loaded"))
-    monkeypatch.setattr(OpenAI, "check", lambda *_: None)
-    cfg = composed("bench", "pair=tiny", "method=sps", "engine=openai", "method.max_draft_tokens=3")
-    checks.check(cfg)
-    with pytest.raises(UserError, match="does not read method.max_draft_tokens"):
-        prepare(cfg)
+    assert group_file("engine", "mine")["name"] == "mine" and group_file("engine", "none") == {}
+    assert READ.findall(str(group_file("engine", "mine"))) == ["max_draft_tokens"]
