@@ -110,10 +110,10 @@ FAULTS = (
     Fault(
         "a setting that an engine does not read is taken",
         "engines",
-        f"{M}/served.py",
+        "specbench/config/engine_settings.py",
         "and value != usual[key]",
         "and value is usual",
-        ("tests/engines/test_engine_settings.py",),
+        ("tests/config/test_engine_settings.py",),
     ),
     Fault(
         "the audit looks one place too far",
