@@ -186,9 +186,8 @@ def _write(cfg: DictConfig) -> Path:
             held_out = islice(rows_of(cfg, pair, held_out=True), HELD_OUT_ROWS)
             store(held_out, HELD_OUT_ROWS, cfg, pair, out / HELD_OUT, wanted)
         record = wanted | {"tokens": cfg.tokens, "left_out": count_left_out(cfg)}
-        if (
-            cfg.tokens is None
-        ):  # text takes far less time than states of it: counted, so that the bar has an end
+        if cfg.tokens is None:
+            # Text takes far less time than states of it: counted, so that the bar has an end.
             count = sum(1 for _ in watched(rows_of(cfg, pair, epochs=1), "counting rows", "row"))
         else:
             count = -(-cfg.tokens // cfg.length)

@@ -76,21 +76,8 @@ def run_past_the_stop_token(monkeypatch):
     monkeypatch.setattr(Engine, "rounds", restless)
 
 
-def test_a_fault_in_sampled_answers_is_a_violation(workplace, tmp_path, monkeypatch):
-    prepare = runner.prepare
-
-    def prepare_and_spoil(cfg):
-        bench = prepare(cfg)
-        accept_one_too_many(monkeypatch, bench)
-        return bench
-
-    monkeypatch.setattr(runner, "prepare", prepare_and_spoil)
-    _, summary, _ = measured(workplace, "pld", tmp_path, *SAMPLED)
-    assert summary["equivalence"]["violation"] > 0
-
-
-@pytest.mark.parametrize("fault", [keep_stale_entries, accept_one_too_many, drop_a_token])
-def test_planted_faults_are_violations(workplace, tmp_path, monkeypatch, fault):
+def spoil(monkeypatch, fault):
+    """Plants a fault in what runs prepare."""
     prepare = runner.prepare
 
     def prepare_and_spoil(cfg):
@@ -99,6 +86,17 @@ def test_planted_faults_are_violations(workplace, tmp_path, monkeypatch, fault):
         return bench
 
     monkeypatch.setattr(runner, "prepare", prepare_and_spoil)
+
+
+def test_a_fault_in_sampled_answers_is_a_violation(workplace, tmp_path, monkeypatch):
+    spoil(monkeypatch, accept_one_too_many)
+    _, summary, _ = measured(workplace, "pld", tmp_path, *SAMPLED)
+    assert summary["equivalence"]["violation"] > 0
+
+
+@pytest.mark.parametrize("fault", [keep_stale_entries, accept_one_too_many, drop_a_token])
+def test_planted_faults_are_violations(workplace, tmp_path, monkeypatch, fault):
+    spoil(monkeypatch, fault)
     _, summary, _ = measured(workplace, "sps", tmp_path, "decoding.max_new_tokens=24")
     assert summary["equivalence"]["violation"] > 0
 
