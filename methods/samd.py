@@ -17,7 +17,7 @@ from methods.ar import Autoregressive
 from methods.common.counted_trees import Counted
 from methods.common.suffix_array import SORTED, check_sorted
 from methods.common.suffix_automaton import SuffixAutomaton
-from methods.rest.datastore import load_datastore, tree_after
+from methods.rest.datastore import FOLLOWERS, load_datastore, tree_after
 from specbench.config.spec import make_drafter
 from specbench.data.warm_start import WARM
 from specbench.decoding.device import on_device
@@ -87,6 +87,8 @@ class SAMDecoding(WrappedDrafter):
         if corpus is not None:
             check_sorted(max_match, max(self.levels, 1))
         self.max_draft_tokens = max(max_draft_tokens, inner.max_draft_tokens)
+        if corpus is not None and not inner.deterministic:  # its trees may stand beside drawn tokens
+            self.siblings = max(inner.siblings, FOLLOWERS)
         self.trees = corpus is not None or inner.max_nodes > 0
         self.max_nodes = max(max_draft_tokens, inner.max_nodes) if self.trees else 0
 

@@ -105,7 +105,7 @@ def accept(
         logits: [b, 1 + k, vocab] after the pending token and each draft token.
         draft: k tokens of each sequence, a chain or a tree.
         decoding: how tokens are chosen.
-        uniforms: [b, at least 1 + depth, 1 + 2 * siblings] the numbers of the positions after each pending token, as
+        uniforms: [b, at least 1 + depth, 1 + 2 * columns] the numbers of the positions after each pending token, as
             `position_draws` makes them; None when greedy.
         limits: [b] draft tokens that each may accept at most; None: all.
     """
@@ -123,8 +123,10 @@ def accept(
             count = leading(fits, valid_mask)
             return outcome(draft.tokens, count, _at(choices, count))
         return greedy_chain(choices, draft.tokens, valid_mask)
-    rule = block_chain if decoding.verification == BLOCK else sampled_chain
-    count, rest = rule(decoding.probs(logits), draft.tokens, draft.probs, uniforms[:, :k, ACCEPT], valid_mask)
+    rule, accepting = sampled_chain, uniforms[:, :k, ACCEPT]
+    if decoding.verification == BLOCK:  # the column of each position is its place in the draft
+        rule, accepting = block_chain, uniforms[:, :k, ACCEPT : ACCEPT + k].diagonal(dim1=1, dim2=2)
+    count, rest = rule(decoding.probs(logits), draft.tokens, draft.probs, accepting, valid_mask)
     return outcome(draft.tokens, count, sample_inverse_cdf(rest, _at(uniforms[..., TARGET], count)))
 
 

@@ -320,7 +320,7 @@ class Engine:
         self._tokens[slot, :n] = prompt[0]
         if self._uniforms is not None:
             positions = request.decoding.max_new_tokens
-            numbers = position_draws(request.seed, positions, self.drafter.siblings, device)
+            numbers = position_draws(request.seed, positions, self._uniforms.shape[2] // 2, device)
             self._uniforms[slot, n : n + positions] = numbers
         prefill = self.target.prefill(prompt, self._layout.prefill_view(slot, n), self.drafter.taps)
         draw = None if self._uniforms is None else self._uniforms[slot, n : n + 1, TARGET]
@@ -364,8 +364,11 @@ class Engine:
             self._cache = cache  # last: only now does everything have this size
         self._layout = self.scheduler.layout(self._cache)
         self._uniforms: torch.Tensor | None = None
-        if not requests[0].decoding.greedy:
-            shape = (*self._tokens.shape, 1 + 2 * self.drafter.siblings)
+        decoding = requests[0].decoding
+        if not decoding.greedy:
+            block = decoding.verification == BLOCK
+            columns = self.drafter.max_draft_tokens if block else self.drafter.siblings
+            shape = (*self._tokens.shape, 1 + 2 * columns)
             self._uniforms = torch.zeros(shape, dtype=torch.float64, device=self.target.device)
 
     def _check(self, requests: list[Request]) -> None:

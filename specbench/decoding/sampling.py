@@ -63,25 +63,27 @@ class SamplingParams:
         return sample_inverse_cdf(probs, uniforms), probs
 
 
-def position_draws(seed: int, positions: int, siblings: int, device: torch.device) -> torch.Tensor:
+def position_draws(seed: int, positions: int, columns: int, device: torch.device) -> torch.Tensor:
     """The numbers of an answer's positions.
 
     Args:
         seed: of the answer.
         positions: new tokens at most.
-        siblings: of a token in a tree, itself included; 1 for chains.
+        columns: siblings of a token in a tree, itself included, 1 for chains. Verified as a block, the tokens of a
+            draft: the test of a prefix that fails tells something about its numbers, so those of a position must differ
+            from draft to draft. They differ by its place in the draft, which is never the same twice.
         device: where they are used.
 
     Returns:
-        [positions, 1 + 2 * siblings] float64 in [0, 1): `TARGET`, then `ACCEPT` of each sibling, then the drafter's of
-        each sibling. The first column is the same whatever the drafter.
+        [positions, 1 + 2 * columns] float64 in [0, 1): `TARGET`, then those from `ACCEPT` on, then the drafter's. The
+        first column is the same whatever the drafter.
     """
     generator = torch.Generator(device).manual_seed(seed)
 
-    def numbers(columns: int) -> torch.Tensor:
-        return torch.rand(positions, columns, generator=generator, device=device, dtype=torch.float64)
+    def numbers(n: int) -> torch.Tensor:
+        return torch.rand(positions, n, generator=generator, device=device, dtype=torch.float64)
 
-    return torch.cat([numbers(1), numbers(2 * siblings)], dim=1)
+    return torch.cat([numbers(1), numbers(2 * columns)], dim=1)
 
 
 def argmax_token(logits: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch
 
 from specbench.decoding.device import on_device, span
 from specbench.decoding.tree import Tree
+from specbench.system.settings import BLOCK
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -231,7 +232,7 @@ class Batch:
         tokens: [slots, capacity] int64 on the device.
         decoding: how tokens are chosen.
         layout: of the target's cache.
-        uniforms: [slots, capacity, 1 + 2 * siblings] the numbers of `position_draws` by sequence and position; None
+        uniforms: [slots, capacity, 1 + 2 * columns] the numbers of `position_draws` by sequence and position; None
             when greedy. A sequence's samples depend on its seed alone, not on batch composition or scheduling.
         kv_bucket: set inside a captured function: the KV length to attend to. `lengths` is then unavailable on the
             host, see `seq_lens`. None elsewhere.
@@ -301,7 +302,9 @@ class Batch:
         if self.uniforms is None:
             return None
         numbers = self.window(self.uniforms, offset, 1)[:, 0]
-        first = 1 + numbers.shape[-1] // 2  # after the target's own and those of each sibling's acceptance
+        first = 1 + numbers.shape[-1] // 2  # after the target's own and those to accept with
+        if self.decoding.verification == BLOCK:
+            return numbers[:, first + offset]
         return numbers[:, first] if siblings is None else numbers[:, first : first + siblings]
 
     def device_only(

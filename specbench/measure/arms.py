@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from transformers import GenerationConfig
 
+from specbench.decoding.cpu.packed_linear import assume_unchanged
 from specbench.decoding.engine import Rounds, exhaust
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import Request
@@ -18,7 +20,7 @@ from specbench.decoding.trace import Clock, Generation, Step
 from specbench.models.pairs import Pair
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from specbench.config.spec import RunSpec
     from specbench.decoding.drafter import Drafter
@@ -148,6 +150,7 @@ def generate_arm(pair: Pair, batch_size: int, pass_bytes: int | None) -> Arm:
     plain = hf_generate_arm(pair, batch_size, pass_bytes)
     if pair.device.type != "cuda":
         return plain
+    assume_unchanged()  # or its compiled step would be cut at every joint product
     static = hf_generate_arm(pair, batch_size, pass_bytes, cache_implementation="static")
     return FastestOf({"dynamic": plain, "static": static})
 
@@ -188,6 +191,16 @@ def _without_gradients(options: dict[str, Any]) -> torch.no_grad | torch.inferen
     return torch.no_grad() if "cache_implementation" in options else torch.inference_mode()
 
 
+@contextmanager
+def neutral(model: Any) -> Iterator[None]:
+    """Within, what a call leaves open is not filled from the checkpoint's settings, such as a repetition penalty."""
+    usual, model.generation_config = model.generation_config, GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = usual
+
+
 def hf_generate(
     pair: Pair, batch_size: int = 1, pass_bytes: int | None = 0, **options: Any
 ) -> Callable[[list[Request], Pause], list[Generation]]:
@@ -197,7 +210,7 @@ def hf_generate(
         pair: with the target.
         batch_size: requests that it gets at once, padded on the left; their seconds are shared equally.
         pass_bytes: bytes of weights that one pass reads, for the steps; None where that cannot be known.
-        **options: more arguments for `generate`, such as `assistant_model`.
+        **options: more arguments for `generate`, such as `assistant_model`, or settings of the generation.
 
     Returns:
         A function of requests and of what is called between steps.
@@ -205,6 +218,8 @@ def hf_generate(
     clock = Clock(pair.device)
     target: Any = pair.target
     pad = min(pair.stop_ids, default=0)
+    settings = {name: value for name, value in options.items() if hasattr(GenerationConfig(), name)}
+    others = {name: value for name, value in options.items() if name not in settings}
 
     @_without_gradients(options)
     def generate(requests: list[Request], pause: Pause) -> list[Generation]:
@@ -218,6 +233,7 @@ def hf_generate(
             eos_token_id=sorted(pair.stop_ids) or None,
             pad_token_id=pad,
             **sampling,
+            **settings,
         )
         torch.manual_seed(requests[0].seed)
         clock.synchronize()
@@ -236,9 +252,10 @@ def hf_generate(
         padding = [longest - len(r.prompt) for r in requests]
         ids = torch.tensor([[pad] * n + r.prompt for n, r in zip(padding, requests)], device=pair.device)
         mask = torch.tensor([[0] * n + [1] * (longest - n) for n in padding], device=pair.device)
-        output = target.generate(
-            ids, attention_mask=mask, generation_config=config, stopping_criteria=[end_step], **options
-        )
+        with neutral(target):
+            output = target.generate(
+                ids, attention_mask=mask, generation_config=config, stopping_criteria=[end_step], **others
+            )
         new = output[:, longest:].tolist()
         ends.append(clock.mark())  # after the last step
         clock.synchronize()

@@ -109,7 +109,7 @@ class Bench:
             first = self.certifier.first_answer(number, repeat, record)
             for key, arm in self.setup.judged:
                 record[key] = asdict(self.certifier.judge(arm, by_arm, attempts, first))
-            if self.setup.served is not None and not self.protocol.decoding.greedy:
+            if self.certifier.by_likelihood:
                 record["likelihood"] = {
                     arm: asdict(self.certifier.likelihood(by_arm[arm], measured.answers[arm][i].tokens))
                     for arm in (BASELINE, METHOD)

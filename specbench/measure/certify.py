@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import zip_longest
@@ -14,9 +15,11 @@ from specbench.measure.arms import AGAIN, BASELINE, HF
 from specbench.measure.likelihood import Likelihood, likelihood
 from specbench.measure.metrics.metrics import VERDICTS
 from specbench.measure.numeric_noise import (
+    BLOCKS,
     batch_noise,
     drawn_margin,
     engine_noise,
+    forced_logits,
     model_noise,
     next_logits,
     shape_noise,
@@ -24,6 +27,8 @@ from specbench.measure.numeric_noise import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
+
+    import torch
 
     from specbench.decoding.state import Request
     from specbench.decoding.trace import Generation
@@ -35,12 +40,12 @@ NOISE_TOKENS = 32  # of each warm-up question, on which the rounding noise is me
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """The verdict on one answer (None: not judged, as under sampling), and what it rests on.
+    """The verdict on one answer (None: not judged by its tokens, as where a drafter draws), and what it rests on.
 
     first_divergence: index of the first difference, counted from the first new token; None when exact.
-    margin: the target's logit of the reference's token less that of the answer's, at that place; None when
-    there are no two tokens to compare. noise: the rounding noise that the margin was held against, in logits; None
-    without a margin.
+    margin: the target's logit of the reference's token less that of the answer's, at that place; where only what
+    follows is wrong, how far the answer departs from the target there. None when there are no two tokens to compare.
+    noise: the rounding noise that the margin was held against, in logits; None without a margin.
     """
 
     verdict: str | None
@@ -55,14 +60,16 @@ def certify(
     stop_ids: Collection[int],
     margin_at: Callable[[int, int, int], float],
     noise: Callable[[], float],
+    worst_after: Callable[[list[int], int], float] | None = None,
 ) -> Certificate:
     """Compares an answer with the reference: new token ids of both, cut after the first stop token.
 
-    Where they first differ in a token, `margin_at(index, reference_token, answer_token)` is asked for the
-    target's margin between the two after the common prefix: within `noise()` it is a tie, a choice that
-    rounding alone makes differently. Everything else is a violation, also an answer that ends before or goes
-    on after the reference without a differing token: the token that ends an answer is a token, so no near-tie
-    explains a missing one. So is an equal answer that goes on after its stop token.
+    Where they first differ in a token, `margin_at(index, reference_token, answer_token)` is asked for the target's
+    margin between the two after the common prefix: within `noise()` it is a tie, a choice that rounding alone makes
+    differently. From there on the texts differ, so `worst_after(answer, index)` is asked how far the answer departs
+    from what the target says after that very text. Everything else is a violation, also an answer that ends before or
+    goes on after the reference without a differing token: the token that ends an answer is a token, so no near-tie
+    explains a missing one. So is an answer that goes on after its stop token.
     """
     ours, theirs = truncate_at_stop(answer, stop_ids), truncate_at_stop(reference, stop_ids)
     for index, (reference_token, answer_token) in enumerate(zip_longest(theirs, ours)):
@@ -71,10 +78,20 @@ def certify(
         if reference_token is None or answer_token is None:
             return Certificate("violation", index, None, None)
         margin, limit = margin_at(index, reference_token, answer_token), noise()
-        return Certificate("tie" if abs(margin) <= limit else "violation", index, margin, limit)
+        if not abs(margin) <= limit or len(answer) > len(ours):
+            return Certificate("violation", index, margin, limit)
+        after = 0.0 if worst_after is None else worst_after(ours, index)
+        if not after <= limit:
+            return Certificate("violation", index, after, limit)
+        return Certificate("tie", index, margin, limit)
     if len(answer) > len(ours):
         return Certificate("violation", len(ours), None, None)
     return Certificate("exact", None, None, None)
+
+
+def greedy_margin(logits: torch.Tensor, tokens: Collection[int]) -> float:
+    """How far the best of some tokens stays below the likeliest one; logits: [vocab]."""
+    return float(logits.max()) - max((float(logits[token]) for token in tokens), default=-math.inf)
 
 
 class Certifier:
@@ -119,30 +136,52 @@ class Certifier:
             first: the reference's first answer.
         """
         setup, request = self.setup, requests[self.setup.reference]
-        prompt, decoding = request.prompt, request.decoding
+        prompt, decoding, stop_ids = request.prompt, request.decoding, setup.pair.stop_ids
         same_draws = decoding.greedy or (arm != HF and setup.drafter.deterministic)
         if not same_draws or requests[arm].prompt != prompt:
             return Certificate(None, None, None, None)
 
+        def drawn(logits: torch.Tensor, token: int, index: int) -> float:
+            draws = position_draws(request.seed, decoding.max_new_tokens, 1, setup.pair.device)
+            return drawn_margin(logits, token, decoding, float(draws[index, TARGET]))
+
         def margin_at(index: int, preferred: int, other: int) -> float:
             logits = next_logits(setup.target, prompt, first, index)
+            return (
+                float(logits[preferred] - logits[other]) if decoding.greedy else drawn(logits, other, index)
+            )
+
+        def worst_after(answer: list[int], index: int) -> float:
+            logits = forced_logits(setup.target, prompt, [*answer, 0], max(BLOCKS))
+            places = range(index + 1, len(answer))
             if decoding.greedy:
-                return float(logits[preferred] - logits[other])
-            draws = position_draws(request.seed, decoding.max_new_tokens, 1, setup.pair.device)
-            return drawn_margin(logits, other, decoding, float(draws[index, TARGET]))
+                margins = [greedy_margin(logits[i], [answer[i]]) for i in places]
+            else:
+                margins = [drawn(logits[i], answer[i], i) for i in places]
+            if (
+                answer[-1] not in stop_ids and len(answer) < decoding.max_new_tokens
+            ):  # what could have ended it?
+                margins.append(greedy_margin(logits[-1], sorted(stop_ids)) if decoding.greedy else math.inf)
+            return max(margins, default=0.0)
 
         judged = {arm} | ({BASELINE} if arm == HF else set())
         if setup.served is None or arm == AGAIN:
             judged.add(setup.reference)
         texts = {tuple(answer.tokens) for name in judged for answer in answers[name]}
-        stop_ids = setup.pair.stop_ids
         certificates = [
-            certify(first, list(text), stop_ids, margin_at, lambda: self.noise(arm)) for text in texts
+            certify(first, list(text), stop_ids, margin_at, lambda: self.noise(arm), worst_after)
+            for text in texts
         ]
         return max(certificates, key=lambda c: VERDICTS.index(c.verdict))
 
+    @property
+    def by_likelihood(self) -> bool:
+        """Whether answers are drawn with other numbers than the reference's, so that their likelihood judges them."""
+        same_draws = self.setup.served is None and self.setup.drafter.deterministic
+        return not self.protocol.decoding.greedy and not same_draws
+
     def likelihood(self, request: Request, tokens: list[int]) -> Likelihood:
-        """How likely the target finds an answer that another engine drew."""
+        """How likely the target finds an answer that was drawn."""
         decoding = request.decoding
         stop_ids = self.setup.pair.stop_ids
         return likelihood(

@@ -53,6 +53,15 @@ class Protocol:
             raise UserError(f"the prompt has {length} tokens, the context only {context}")
         return replace(self.decoding, max_new_tokens=min(self.decoding.max_new_tokens, context - length))
 
+    def longest_prompt(self, questions: Iterable[Question]) -> int:
+        """Tokens of the longest prompt that any turn may have, if answers are as long as they can be; 0 without any."""
+        last = (
+            len(self.prompt(one, [""] * (len(one.turns) - 1)))
+            + (len(one.turns) - 1) * self.decoding.max_new_tokens
+            for one in questions
+        )
+        return min(max(last, default=0), self.pair.context_length - self.decoding.max_new_tokens)
+
     def request(self, question: Question, answers: Mapping[str, list[str]], arm: str, repeat: int) -> Request:
         """The next turn of a question for one arm.
 

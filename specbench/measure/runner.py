@@ -52,7 +52,7 @@ from specbench.system.files import read_json, write_json
 from specbench.system.settings import CONSTANT, GOODPUT, flat, parameters
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from specbench.data.question_files import Question
 
@@ -114,7 +114,9 @@ def choose(bench: Bench, cfg: DictConfig, earlier: Mapping) -> dict[str, Any]:
     return {"thread_choice": asdict(thread_choice), "layouts": choose_layouts(setup, earlier.get("layouts"))}
 
 
-def make_ready(bench: Bench, cfg: DictConfig, earlier: Mapping) -> dict[str, Any]:
+def make_ready(
+    bench: Bench, cfg: DictConfig, earlier: Mapping, questions: Sequence[Question] = ()
+) -> dict[str, Any]:
     """Warms up, and measures what rounds cost where draft lengths follow that; as `choose`, which comes before.
 
     Returns:
@@ -124,7 +126,7 @@ def make_ready(bench: Bench, cfg: DictConfig, earlier: Mapping) -> dict[str, Any
     watch.threads = torch.get_num_threads()
     watch.find_children()
     before = watch.read()
-    warm_up(setup, protocol)
+    warm_up(setup, protocol, questions)
     costs = None
     if cfg.decoding.draft_length == GOODPUT:
         costs = set_round_costs(setup, protocol, cfg.decoding.round_costs or earlier.get("round_costs"))
@@ -237,7 +239,7 @@ class Job:
         chosen = choose(bench, self.cfg, earlier)
         config, questions = OmegaConf.to_container(self.cfg), find_questions_file(self.cfg.data)
         collected = provenance.collect(config, setup.spec.drafter, questions)
-        chosen |= make_ready(bench, self.cfg, earlier)
+        chosen |= make_ready(bench, self.cfg, earlier, self.questions)
         if chosen["unfit"]:
             print(f"this machine is not fit for measuring now: {'; '.join(chosen['unfit'])}", file=sys.stderr)
         probes = Probes(setup.pair.device)

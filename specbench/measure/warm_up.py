@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from specbench.decoding.cpu import autotune
+from specbench.decoding.model.fixed_shape import KV_BUCKET, rounded_up
 from specbench.decoding.model.graphs import GraphRunner
 from specbench.measure.arms import BASELINE, METHOD, SINGLE
 from specbench.measure.draft_length import Constant, VariableLength
 from specbench.system import threads
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from specbench.data.question_files import Question
     from specbench.decoding.state import Request
     from specbench.measure.arms import Setup
     from specbench.measure.protocol import Protocol
@@ -18,11 +23,16 @@ if TYPE_CHECKING:
 TOKENS = 16  # of each arm on a warm-up question, to warm up and to choose the number of threads by
 
 
-def warm_up(setup: Setup, protocol: Protocol) -> None:
-    """Runs every arm on the warm-up questions with the shortest and the longest prompt."""
+def warm_up(setup: Setup, protocol: Protocol, questions: Sequence[Question] = ()) -> None:
+    """Runs every arm on the warm-up questions with the shortest and the longest prompt.
+
+    Where passes are captured, it also runs prompts as long as those of the run's `questions`.
+    """
     # Whole answers where passes are captured: each number of entries that they attend to has a graph of its own.
     captured = isinstance(setup.target.runner, GraphRunner)
     ends = end_requests(protocol, protocol.decoding.max_new_tokens if captured else TOKENS)
+    if captured:
+        ends = [*long_requests(ends[-1], protocol.longest_prompt(questions)), *ends]
     setup.set_reference_answers(ends)
     for name in setup.arms:
         setup.answers(name, ends if name == SINGLE else filled(setup, ends))
@@ -39,6 +49,22 @@ def end_requests(protocol: Protocol, tokens: int) -> list[Request]:
     """The warm-up questions with the shortest and the longest prompt, for answers of so many tokens."""
     requests = sorted(protocol.warm_up_requests(tokens), key=lambda request: len(request.prompt))
     return [requests[0], requests[-1]]
+
+
+def long_requests(request: Request, longest: int) -> list[Request]:
+    """Prompts, made of that of `request`: of `longest` tokens first, then across each step of the KV length below.
+
+    A cache that grows later, or a graph of another KV length, would cost an answer time that is not the method's.
+    """
+    n = len(request.prompt)
+    if longest <= n:
+        return []
+    copies, short = request.prompt * (1 + longest // n), replace(request.decoding, max_new_tokens=TOKENS)
+    steps = range(rounded_up(longest, KV_BUCKET) - KV_BUCKET - TOKENS // 2, n, -KV_BUCKET)
+    return [
+        replace(request, prompt=copies[:longest]),
+        *(replace(request, prompt=copies[:length], decoding=short) for length in steps),
+    ]
 
 
 def choose_threads(setup: Setup, protocol: Protocol, requested_threads: int | None) -> threads.Threads:

@@ -221,20 +221,18 @@ def engine_line(summary: dict) -> Text:
     text.append(equivalence_text(baseline["equivalence"]))
     again = "alone" if summary["unit"] == POOL else "again"
     text.append(f", beside its own {again}: ").append(equivalence_text(engine["again_equivalence"]))
-    if likely := likelihood_line(engine):
-        text.append(f"\n{likely}")
     if summary.get("processes", 1) == 1:
         text.append("\none start of its servers: another one may differ (processes=2 has two)")
     return text
 
 
-def likelihood_line(engine: dict) -> str:
-    """How likely the target finds what another engine drew; nothing of greedy answers."""
+def likelihood_line(summary: dict) -> str:
+    """How likely the target finds what was drawn; nothing where answers are judged by their tokens."""
+    plain = "baseline" if summary["engine"] is None else "plain"
     parts = [
-        f"{'plain' if arm == 'baseline' else arm} {one['logprob']:.3f}, "
+        f"{plain if arm == 'baseline' else arm} {one['logprob']:.3f}, "
         f"{one['standard_errors']:+.1f} standard errors off"
-        for arm, one in (engine.get("likelihood") or {}).items()
-        if one is not None
+        for arm, one in summary["likelihood"].items()
     ]
     return f"mean log p of drawn tokens: {'; '.join(parts)}" if parts else ""
 
@@ -267,6 +265,8 @@ def faults(summary: dict, with_baseline: bool = True, with_speed: bool = True) -
     if counts["violation"]:
         whose = "the target's own" if summary.get("engine") is None else "those of its plain arm"
         lines.append(f"VIOLATION: {counts['violation']} of {counts['answers']} answers are not {whose}")
+    for arm in improbable(summary) if summary["engine"] is None else []:
+        lines.append(f"VIOLATION: answers of the {arm} are not drawn from the target's distributions")
     if summary["verification"] == TYPICAL:
         lines.append("LOSSY: typical acceptance does not keep the target's answers; it is here as a control")
     if summary["failed"]:
@@ -274,6 +274,11 @@ def faults(summary: dict, with_baseline: bool = True, with_speed: bool = True) -
     if with_baseline and summary.get("engine") is None and baseline["equivalence"]["violation"]:
         lines.append(_baseline_fault(baseline))
     return lines
+
+
+def improbable(summary: dict) -> list[str]:
+    """The arms whose tokens are too likely, or too unlikely, to be drawn from the target's distributions."""
+    return [arm for arm, one in summary["likelihood"].items() if abs(one["standard_errors"]) > SURPRISE]
 
 
 def engine_faults(summary: dict) -> list[str]:
@@ -287,12 +292,9 @@ def engine_faults(summary: dict) -> list[str]:
         lines.append(f"VIOLATION: {differing['violation']} plain answers of {name} are not the target's")
     if unlike["violation"]:
         lines.append(f"VIOLATION: {unlike['violation']} plain answers of {name} are not what it said before")
-    for arm, one in (engine.get("likelihood") or {}).items():
-        if one is not None and abs(one["standard_errors"]) > SURPRISE:
-            whose = "plain" if arm == "baseline" else "speculative"
-            lines.append(
-                f"VIOLATION: {whose} answers of {name} are not drawn from the target's distributions"
-            )
+    for arm in improbable(summary):
+        whose = "plain" if arm == "baseline" else "speculative"
+        lines.append(f"VIOLATION: {whose} answers of {name} are not drawn from the target's distributions")
     if faults_met := engine["faults"]:
         lines.append(f"FAULTS of {name}: {len(faults_met)}, the first: {faults_met[0]}")
     return lines

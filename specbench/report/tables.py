@@ -33,6 +33,7 @@ from specbench.report.remarks import (
     is_one_pool,
     itself_text,
     layouts_line,
+    likelihood_line,
     machine_line,
     notes,
     passes_line,
@@ -62,6 +63,7 @@ def run_table(summary: dict) -> Table:
     engine = summary.get("engine")
     caption = baseline_line(summary["baseline"]) if engine is None else engine_line(summary)
     for line in (
+        likelihood_line(summary),
         batch_line(summary),
         *summary.get("notes", ()),
         acceptance_line(summary["overall"]),

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
+from scipy.stats import chisquare
 
 from specbench.decoding import acceptance
-from specbench.decoding.acceptance import block_chain, block_chances
+from specbench.decoding.acceptance import accept, block_chain, block_chances
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.decoding.sampling import SamplingParams
-from specbench.decoding.state import Request
+from specbench.decoding.sampling import SamplingParams, position_draws, sample_inverse_cdf
+from specbench.decoding.state import Batch, Draft, Request
 from specbench.system.errors import UserError
 from specbench.system.settings import BLOCK
 from tests.support.decoding import random_pair
@@ -131,6 +133,37 @@ def test_a_draft_by_the_target_itself_is_kept():
     tokens = torch.multinomial(p[:, :3].flatten(0, 1), 1).view(4, 3)
     count, rest = block_chain(p, tokens, p[:, :3], torch.full((4, 3), 0.999))
     assert count.tolist() == [3] * 4 and torch.allclose(rest.float(), p[:, 3])
+
+
+# -- more than one round
+
+MANY = 40_000
+
+
+def batch_at(lengths: list[int], uniforms: torch.Tensor) -> Batch:
+    """Sequences of some lengths, whose tokens are drawn with `uniforms`."""
+    none: Any = None
+    return Batch([], lengths, [2], 2, torch.zeros(1, 1), SamplingParams(9, 1.0, BLOCK), none, uniforms)
+
+
+def test_two_rounds_have_the_targets_distribution():
+    """A prefix that fails tells something about its numbers: the next round must have others."""
+    p, q = torch.tensor([0.5, 0.5]), torch.tensor([0.75, 0.25])
+    uniforms = torch.stack([position_draws(seed, 6, 2, torch.device("cpu")) for seed in range(MANY)])
+    lengths, said = torch.zeros(MANY, dtype=torch.long), torch.full((MANY, 8), -1)
+    for _ in range(2):
+        batch = batch_at(lengths.tolist(), uniforms)
+        probs = q.expand(MANY, 2, -1)
+        drafts = torch.stack(
+            [sample_inverse_cdf(q.expand(MANY, -1), batch.draws(j)) for j in range(2)], dim=1
+        )
+        window = batch.window(uniforms, 0, 3)
+        accepted = accept(p.log().expand(MANY, 3, -1), Draft(drafts, probs), batch.decoding, window)
+        said.scatter_(1, lengths[:, None] + torch.arange(3), accepted.tokens)
+        lengths += accepted.count + 1
+    assert lengths.min() == 2 and lengths.max() == 6
+    first_two = 2 * said[:, 0] + said[:, 1]
+    assert chisquare(torch.bincount(first_two, minlength=4).numpy()).pvalue > 1e-3
 
 
 # -- whole answers

@@ -14,8 +14,10 @@ from specbench.decoding import engine as engines
 from specbench.decoding.cpu import packed_linear as linear
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
+from specbench.decoding.model import graphs as graphs_module
 from specbench.decoding.model import staged_model as targets
 from specbench.decoding.model.cost import experts_wait
+from specbench.decoding.model.fixed_shape import LONGEST
 from specbench.decoding.model.graphs import (
     EagerRunner,
     GraphRunner,
@@ -65,6 +67,25 @@ def test_a_pass_is_captured_once_and_what_it_gives_is_the_callers():
         graphs.forget()
         graphs.run(owner, "double", double, torch.ones(4))
         assert graphs.captures == 5
+
+
+def test_what_was_not_used_for_long_is_dropped_where_graphs_hold_too_much(monkeypatch):
+    """The logits of a batch of trees take half a gigabyte, and a pool ends with many sizes of batches."""
+    graphs, owner, number = PretendedRunner(), Memory(), torch.ones(4)
+    monkeypatch.setattr(
+        graphs_module, "HELD_BYTES", 2 * (16 + 16)
+    )  # two passes, with what they read and write
+
+    def captures(key: str) -> int:
+        graphs.run(owner, key, lambda given: [2 * given], number)
+        return graphs.captures
+
+    with torch.inference_mode():
+        assert [captures(key) for key in "ababa"] == [1, 2, 2, 2, 2]
+        assert captures("c") == 3, "b goes, which was not used since"
+        assert [captures(key) for key in "aca"] == [3, 3, 3] and captures("b") == 4
+        monkeypatch.setattr(graphs_module, "HELD_BYTES", 1)
+        assert captures("d") == 5 and captures("d") == 5, "the one at hand stays"
 
 
 def test_what_a_captured_function_runs_is_a_part_of_it():
@@ -234,7 +255,7 @@ def test_on_hidden_is_called_at_every_tap(monkeypatch, arch, split, width):
 
 def test_prompts_and_whatever_needs_gradients_are_not_captured(monkeypatch):
     (graphs,), target = _graphs_of(monkeypatch, "llama")
-    cache, ids = target.new_cache(512), torch.zeros(1, 100, dtype=torch.int64)
+    cache, ids = target.new_cache(512), torch.zeros(1, LONGEST + 1, dtype=torch.int64)
     with torch.inference_mode():
         target.prefill(ids[:, :1], cache)
         target.run_layers(target.embed(ids), cache, 100)

@@ -129,5 +129,5 @@ class TestForReal:
 
     def test_drawn_answers_are_likely(self, tmp_path):
         summary = self.summary_of(tmp_path, "method=sps", "decoding=sample", "decoding.max_new_tokens=48")
-        likely = summary["engine"]["likelihood"]
+        likely = summary["likelihood"]
         assert all(abs(one["standard_errors"]) < 4 for one in likely.values())

@@ -12,6 +12,22 @@ FAULTS = (
         ("tests/decoding/test_block_verification.py",),
     ),
     Fault(
+        "a block is accepted with the numbers of the one before it",
+        "acceptance",
+        f"{D}/acceptance.py",
+        "uniforms[:, :k, ACCEPT : ACCEPT + k].diagonal(dim1=1, dim2=2)",
+        "uniforms[:, :k, ACCEPT]",
+        ("tests/decoding/test_block_verification.py",),
+    ),
+    Fault(
+        "a block is drafted with the numbers of the one before it",
+        "acceptance",
+        f"{D}/state.py",
+        "return numbers[:, first + offset]",
+        "return numbers[:, first]",
+        ("tests/decoding/test_block_verification.py",),
+    ),
+    Fault(
         "a block's next token is drawn from the residual of one token",
         "acceptance",
         f"{D}/acceptance.py",

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
 from specbench.config.spec import RunSpec
 from specbench.decoding.drafter import Drafter
@@ -61,6 +62,18 @@ def test_a_static_cache_gives_the_same_answer():
     assert answer.tokens == generate_with_transformers(pair.target, PROMPT, 12)
 
 
+def test_generate_does_as_it_is_asked_whatever_the_checkpoint_prefers():
+    """A repetition penalty of its own would make it decode something else."""
+    pair = random_pair("llama")
+    expected = generate_with_transformers(pair.target, PROMPT, 12)
+    preferred = pair.target.generation_config = GenerationConfig(
+        repetition_penalty=5.0, bad_words_ids=[[expected[0]]]
+    )
+    (answer,) = exhaust(hf_generate_arm(pair)([Request(PROMPT, SamplingParams(12))]))
+    assert answer.tokens == expected
+    assert pair.target.generation_config is preferred
+
+
 @pytest.mark.parametrize(("passes", "tokens"), [(None, warm_up.TOKENS), (PretendedRunner(), 300)])
 def test_graphs_are_warmed_up_with_whole_answers(monkeypatch, passes, tokens):
     """A capture takes many passes' time, which is nothing that an answer costs."""
@@ -75,3 +88,20 @@ def test_graphs_are_warmed_up_with_whole_answers(monkeypatch, passes, tokens):
     questions = [SimpleNamespace(turns=["a question"])]
     warm_up.warm_up(setup, Protocol(pair, SamplingParams(300), "paired", 0, questions))
     assert [[request.decoding.max_new_tokens for request in requests] for requests in asked] == [[tokens] * 2]
+
+
+def test_graphs_are_warmed_up_with_prompts_as_long_as_the_questions(monkeypatch):
+    """A cache that grows within an answer would lose all graphs."""
+    asked: list[Request] = []
+
+    def arm(requests: list[Request]) -> Rounds:
+        asked.extend(requests)
+        yield len(requests)
+
+    pair = SimpleNamespace(context_length=4096, prompt_ids=lambda messages: [1] * 700 * len(messages))
+    setup = Setup(pair, SimpleNamespace(runner=PretendedRunner()), Drafter(), {BASELINE: arm}, RunSpec({}))
+    protocol = Protocol(pair, SamplingParams(300), "paired", 0, [SimpleNamespace(turns=["a question"])])
+    warm_up.warm_up(setup, protocol, [SimpleNamespace(turns=["one", "two"])])
+    lengths = [(len(request.prompt), request.decoding.max_new_tokens) for request in asked]
+    assert lengths[0] == (3 * 700 + 300, 300)  # three messages, and an answer of any length
+    assert lengths[1:] == [(2040, 16), (1528, 16), (1016, 16), (700, 300), (700, 300)]

@@ -3,10 +3,20 @@ from itertools import product
 import pytest
 import torch
 
+from methods.ar import Autoregressive
+from specbench.config.spec import RunSpec
+from specbench.decoding.drafter import Drafter
+from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import SamplingParams, sample_inverse_cdf
+from specbench.decoding.state import Request
 from specbench.decoding.stop import truncate_at_stop
-from specbench.measure.certify import Certificate, certify
+from specbench.decoding.trace import Generation
+from specbench.measure import certify as certify_module
+from specbench.measure.arms import BASELINE, METHOD, Setup
+from specbench.measure.certify import Certificate, Certifier, certify
 from specbench.measure.numeric_noise import drawn_margin
+from specbench.measure.protocol import Protocol
+from tests.support.decoding import random_pair
 
 STOP = {0}
 LIMIT = 1e-3
@@ -55,7 +65,8 @@ def test_every_pair_of_short_answers():
         elif left == right:
             assert found == Certificate("exact", None, None, None) and not asked
         elif at < shared:
-            assert found == Certificate("tie", at, LIMIT, LIMIT) and asked == [(at, left[at], right[at])]
+            verdict = "tie" if len(answer) == len(right) else "violation"  # it goes on after its stop token
+            assert found == Certificate(verdict, at, LIMIT, LIMIT) and asked == [(at, left[at], right[at])]
         else:
             assert found == Certificate("violation", at, None, None) and not asked
 
@@ -94,6 +105,59 @@ def test_planted_faults(answer, verdict, at):
 
 def test_stopping_at_a_near_tie_is_a_tie():
     assert certify(REFERENCE, [5, 6, 0], STOP, margin_of(0.0), noise).verdict == "tie"
+
+
+@pytest.mark.parametrize("after", [2 * LIMIT, float("inf"), float("nan")])
+def test_a_fault_after_a_tie_is_a_violation(after):
+    answer = [5, 6, 8, 8, 9, 0]
+    judged = certify(REFERENCE, answer, STOP, margin_of(0.0), noise, lambda tokens, index: after)
+    assert (judged.verdict, judged.first_divergence) == ("violation", 2)
+    asked = []
+    certify(REFERENCE, answer, STOP, margin_of(0.0), noise, lambda *given: asked.append(given) or LIMIT)
+    assert asked == [(answer, 2)]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_what_follows_a_tie_is_held_against_the_target(monkeypatch, temperature):
+    """A text that departs by rounding is followed to its end: another fault in it is found."""
+    pair, prompt, n = random_pair("llama", vocab_size=32), [3, 9, 27, 11], 24
+    engine, decoding = Engine(pair.staged, Drafter(), frozenset()), SamplingParams(n, temperature)
+    arms = {BASELINE: engine.rounds, METHOD: engine.rounds}
+    setup = Setup(pair, pair.staged, Autoregressive(pair), arms, RunSpec({}))
+    certifier = Certifier(setup, Protocol(pair, decoding, "paired", 0))
+    monkeypatch.setattr(Certifier, "noise", lambda self, arm: 0.01)
+    monkeypatch.setattr(pair, "stop_ids", frozenset())
+    request = Request(prompt, decoding, seed=7)
+
+    def verdict(answer: list[int], first: list[int]) -> str | None:
+        answers = {BASELINE: [], METHOD: [Generation(answer, 0.0, 0.0, "length")]}
+        return certifier.judge(METHOD, {BASELINE: request, METHOD: request}, answers, first).verdict
+
+    (answer,) = engine.generate([request])
+    # A reference that chance made differ at one place, by less than the noise there.
+    first = [*answer.tokens]
+    first[4] = (first[4] + 1) % 32
+    monkeypatch.setattr(certify_module, "next_logits", lambda *given: torch.zeros(32))
+    monkeypatch.setattr(certify_module, "drawn_margin", within(drawn_margin, first=0.0))
+    assert verdict(answer.tokens, first) == "tie"
+    for place in (5, 12, n - 1):
+        wrong = [*answer.tokens]
+        wrong[place] = (wrong[place] + 1) % 32
+        monkeypatch.setattr(certify_module, "drawn_margin", within(drawn_margin, first=0.0))
+        assert verdict(wrong, first) == "violation"
+    monkeypatch.setattr(certify_module, "drawn_margin", within(drawn_margin, first=0.0))
+    assert verdict(answer.tokens[:-3], first) == "violation", "nothing has ended it"
+
+
+def within(function, first):
+    """The function, whose first call gives `first`."""
+    calls = []
+
+    def called(*given):
+        calls.append(given)
+        return first if len(calls) == 1 else function(*given)
+
+    return called
 
 
 def test_a_missing_token_is_a_violation_whatever_the_noise():

@@ -194,7 +194,7 @@ def test_drawn_answers_that_are_not_the_targets_are_violations(run, answer):
     _, out, _, folder = run(Stub(answer), Stub(answer, drafts=True, fault="breaks"), "decoding=sample")
     summary = read_run(folder).summary
     assert summary["equivalence"]["answers"] == 0
-    likely = summary["engine"]["likelihood"]
+    likely = summary["likelihood"]
     assert likely["baseline"]["logprob"] > likely["method"]["logprob"]
     assert "mean log p of drawn tokens: plain" in " ".join(out.split())
 

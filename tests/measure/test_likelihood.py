@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from specbench.measure.likelihood import likelihood, of_logits
-from specbench.measure.metrics.dataframes import generations_frame
-from specbench.measure.metrics.engine import SURPRISE, engine_numbers, standard_errors
+from specbench.measure.metrics.engine import SURPRISE, likelihoods, standard_errors
 from tests.support.decoding import random_pair
-from tests.support.synthetic import FACTS, answered, generation
+from tests.support.synthetic import answered
 
 PLACES, VOCAB = 4000, 37
 
@@ -58,18 +57,16 @@ def test_an_end_without_a_stop_token_was_drawn_too():
 
 
 def test_a_run_sums_over_its_answers():
-    facts = FACTS | {"engine": {"name": "vllm", "version": "1", "plain": {}, "faults": []}}
     likely = {"tokens": 10, "logprob": -5.0, "surprise": -8.0, "variance": 4.0}
     records = [answered(1), answered(2, turns=2)]
     for one in records:
         for turn in one["turns"]:
             turn["likelihood"] = {"baseline": likely | {"surprise": 1.0}, "method": likely}
-            turn["arms"]["again"] = turn["arms"]["own_loop"] = [generation((0, 0))]
-    numbers = engine_numbers(records, generations_frame(records), facts)
+    assert likelihoods([answered(1)]) == {}
+    numbers = likelihoods(records)
     count = sum(len(one["turns"]) for one in records)
-    assert numbers["likelihood"]["method"] == {
+    assert numbers["method"] == {
         "logprob": -0.5,
         "standard_errors": pytest.approx(-8.0 * count / (4.0 * count) ** 0.5),
     }
-    assert numbers["likelihood"]["baseline"]["standard_errors"] == pytest.approx(count / (4.0 * count) ** 0.5)
-    assert engine_numbers(records, generations_frame(records), FACTS) is None
+    assert numbers["baseline"]["standard_errors"] == pytest.approx(count / (4.0 * count) ** 0.5)

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 # at a time: where its last block were shorter in one pass than in another, sums would round otherwise, with the same
 # entries visible.
 KV_BUCKET = 512
+LONGEST = (
+    128  # tokens of each sequence in a captured pass at most: published trees and windows have up to 120
+)
 QUERY_BLOCK = 32  # queries that it takes at a time; one that is left alone goes through another kernel
 
 

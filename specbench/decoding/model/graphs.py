@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     Function = Callable[..., Sequence[torch.Tensor]]
 
 WARM_UPS = 2  # runs in front of a capture, in which libraries choose their kernels and reserve what they need
+HELD_BYTES = 2**32  # that the inputs and outputs of all captured passes of one owner may take
 VERSIONS = 1024  # of one code, that are compiled at most
 CAPTURING = threading.Lock()  # of all captures of a process only one may be under way
 WITHIN = threading.local()  # whether this thread calls a function that is being captured
@@ -87,12 +88,18 @@ class Captured:
     outputs: Sequence[torch.Tensor]
     replay: Callable[[], None]
 
+    @property
+    def bytes(self) -> int:
+        """Of what it reads and writes, such as the logits of a batch of trees."""
+        return sum(tensor.nbytes for tensor in (*self.inputs, *self.outputs))
+
 
 class GraphRunner(EagerRunner):
     """Captures a pass when its key is new, and replays it from then on. For inference mode alone.
 
     What is returned is always a copy: a replay overwrites the outputs of the one before, which a drafter may have kept.
-    A graph is dropped when its owner, such as a KV cache, is garbage-collected.
+    A graph is dropped when its owner, such as a KV cache, is garbage-collected, or when it is the one that was not used
+    for the longest time and all graphs of the owner hold more than `HELD_BYTES`.
 
     Args:
         device: a CUDA device.
@@ -119,15 +126,21 @@ class GraphRunner(EagerRunner):
             return function(*inputs)
         by_shape = self._captured.setdefault(owner, {})
         key = key, *((tensor.shape, tensor.dtype) for tensor in inputs)
-        captured = by_shape.get(key)
+        captured = by_shape.pop(
+            key, None
+        )  # it becomes the last one, and those not used for long are in front
         if captured is None:
             static_inputs = [tensor.clone(memory_format=torch.contiguous_format) for tensor in inputs]
             with within():
-                captured = by_shape[key] = self.capture(function, static_inputs)
+                captured = self.capture(function, static_inputs)
             self.captures += 1
+            held = captured.bytes + sum(other.bytes for other in by_shape.values())
+            while by_shape and held > HELD_BYTES:
+                held -= by_shape.pop(next(iter(by_shape))).bytes
         else:
             for static_input, tensor in zip(captured.inputs, inputs):
                 static_input.copy_(tensor)
+        by_shape[key] = captured
         captured.replay()
         return [output.clone() for output in captured.outputs]
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from specbench.decoding.cpu.grouped_attention import SHORT
 from specbench.decoding.cpu.lean_modules import lean_copy
 from specbench.decoding.cpu.packed_linear import pack_linears
 from specbench.decoding.kv_cache import ForwardContext, KVCache
@@ -388,4 +387,4 @@ def runner_of(model: PreTrainedModel) -> EagerRunner:
 
 def recurs(ctx: ForwardContext, n: int) -> bool:
     """Whether others of its shape will follow a pass of n tokens: not a prompt's, nor one that cannot be captured."""
-    return ctx.start != 0 and n <= SHORT and (is_within() or torch.is_inference_mode_enabled())
+    return ctx.start != 0 and n <= fixed_shape.LONGEST and (is_within() or torch.is_inference_mode_enabled())

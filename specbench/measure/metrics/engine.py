@@ -23,7 +23,6 @@ def engine_numbers(records: list[dict], generations: pd.DataFrame, facts: dict) 
     - again: the plain arm's second answer as if it were a method: speedup, low and high are noise.
     - again_equivalence: verdicts on it.
     - own_tokens_per_second: of this project's autoregressive decoding.
-    - likelihood: by arm, see `_likelihood`.
 
     Args:
         records: of the journal.
@@ -40,12 +39,17 @@ def engine_numbers(records: list[dict], generations: pd.DataFrame, facts: dict) 
         "again": {"speedup": again.value, "low": again.low, "high": again.high},
         "again_equivalence": equivalence(records, "again_equivalence"),
         "own_tokens_per_second": ratio(loop["tokens"].sum(), loop["seconds"].sum()),
-        "likelihood": {arm: _likelihood(records, arm) for arm in (ARMS["engine"], "method")},
     }
 
 
+def likelihoods(records: list[dict]) -> dict[str, dict]:
+    """By arm, how likely the target finds the tokens that it drew; {} where answers are judged by their tokens."""
+    arms = {arm: _likelihood(records, arm) for arm in (ARMS["engine"], "method")}
+    return {arm: one for arm, one in arms.items() if one is not None}
+
+
 def _likelihood(records: list[dict], arm: str) -> dict | None:
-    """How likely the target finds the tokens that an arm drew; None of greedy answers.
+    """How likely the target finds the tokens that an arm drew; None where that was not computed.
 
     - logprob: mean log p of a token.
     - standard_errors: how many the tokens are less likely than drawn ones (negative), or likelier.

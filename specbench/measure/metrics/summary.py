@@ -18,7 +18,7 @@ from specbench.data.warm_start import warm_lines
 from specbench.measure.metrics.acceptance import acceptance_length, acceptance_rate, ratio
 from specbench.measure.metrics.dataframes import failed_questions, generations_frame, steps_frame
 from specbench.measure.metrics.drift import thirds, thirds_lines
-from specbench.measure.metrics.engine import engine_numbers
+from specbench.measure.metrics.engine import engine_numbers, likelihoods
 from specbench.measure.metrics.machine import machine, speed
 from specbench.measure.metrics.method_stats import describe
 from specbench.measure.metrics.metrics import (
@@ -102,6 +102,7 @@ def summary(records: list[dict], facts: dict, config: dict) -> dict:
         **{key: facts[key] for key in OF_FACTS},
         **{key: facts.get(key) for key in OF_NEWER_FACTS},
         "engine": engine_numbers(records, generations, facts),
+        "likelihood": likelihoods(records),
         "training": facts.get("training", {}),
         "trained_weights": facts.get("trained_weights", {}),
         "overall": overall,

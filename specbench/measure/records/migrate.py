@@ -31,13 +31,16 @@ def migrated_facts(facts: dict) -> dict:
 
 
 def migrated_summary(summary: Any) -> Any:
-    """The content of summary.json with the run's `unit`, and how drafts were verified: once by token alone.
+    """The content of summary.json with the run's `unit`, `likelihood`, and how drafts were verified: once by token.
 
     In older ones a drafter is named where there are batches. What is no summary, or lacks that too, stays as it is.
     """
     if not isinstance(summary, dict):
         return summary
     summary = {"verification": TOKEN, "draft_length": CONSTANT, "engine": None} | summary
+    if "likelihood" not in summary:  # once of other engines alone, among their numbers
+        arms = (summary["engine"] or {}).get("likelihood") or {}
+        summary["likelihood"] = {arm: one for arm, one in arms.items() if one is not None}
     if "unit" in summary or "drafter" not in summary:
         return summary
     return summary | {"unit": QUESTION if summary["drafter"] is None else POOL}
