@@ -113,7 +113,7 @@ SECONDS_BETWEEN_LOOKS = 30.0  # at a machine that is waited for
 RESULTS = "results"  # what the markers of a page are called
 BEGIN, END = f"<!-- {RESULTS}:begin -->", f"<!-- {RESULTS}:end -->"
 PLOTS = {
-    "speedup_by_task": "Speedup by task, with 95 % intervals",
+    "speedup_by_task": "Speedup by task, and overall with its 95 % interval",
     "acceptance_and_speedup": "Speedup over acceptance length: on a grey line rounds cost the same",
     "acceptance_by_place": "Acceptance length over the new tokens that there were before a round",
     "acceptance_by_context": "Acceptance length over the tokens of prompt and answer before a round",
@@ -163,7 +163,10 @@ def block(runs: list[Run], page: Page, drawn: Iterable[str]) -> str:
     by_task = tables.spec_bench_table(summaries) if page.by_task else None
     parts = [measured_on(runs), body(tables.overview_table(summaries))]
     if by_task is not None:
-        parts += ["Speedups by task, with intervals; *its def.* is Spec-Bench's own.", body(by_task)]
+        parts += [
+            "Speedups by task, with intervals from six questions of a task on; *its def.* is Spec-Bench's own.",
+            body(by_task),
+        ]
         parts += [f"{line}." for line in dict.fromkeys(map(remarks.repetition_line, summaries)) if line]
     notes = [*remarks.notes(runs), *differing_training(summaries)]
     if notes and not page.by_task:

@@ -9,22 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.table import Table
 
+from specbench.config.checks import check_sources
 from specbench.config.compose import positional, with_hydra
-from specbench.engines.audit import (
-    EXACT,
-    TIE,
-    VIOLATION,
-    Referee,
-    arms_of,
-    first_tokens,
-    likelihoods,
-    read_answers,
-    same_answers,
-)
 from specbench.measure.metrics.engine import SURPRISE
-from specbench.models.pairs import load_pair
+from specbench.measure.metrics.metrics import VERDICTS
 from specbench.report.cells import console
-from specbench.system.errors import one_line_errors
+from specbench.system.errors import UserError, one_line_errors
 from specbench.system.files import write_json
 from specbench.system.settings import Count, NotNegative, Range, check_all
 
@@ -42,6 +32,7 @@ SETTINGS = {
     "tolerance": NotNegative | None,
     "out": str | None,
 }
+VIOLATION = VERDICTS[-1]
 SHOWN = 10  # departures that are printed
 UNLIKELY = 1e-4  # p value of the first tokens of all prompts together
 
@@ -49,10 +40,17 @@ UNLIKELY = 1e-4  # p value of the first tokens of all prompts together
 def audit(cfg: DictConfig) -> int:
     """Judges as configured (conf/audit.yaml) and prints what was found; returns 1 where answers are wrong."""
     check_all(cfg, SETTINGS)
-    pair = load_pair(cfg.pair, 0, with_draft=False)
-    referee = Referee(pair, cfg.temperature)
+    check_sources(cfg)
     named = {"plain": cfg.plain, "plain again": cfg.again, "answers": cfg.answers}
     files = {name: Path(path) for name, path in named.items() if path is not None}
+    if missing := [path for path in files.values() if not path.is_file()]:
+        raise UserError(f"there is no file '{missing[0]}'")
+    # Late: torch takes seconds.
+    from specbench.engines.audit import Referee, arms_of, first_tokens, likelihoods, read_answers
+    from specbench.models.pairs import load_pair
+
+    pair = load_pair(cfg.pair, 0, with_draft=False)
+    referee = Referee(pair, cfg.temperature)
     arms = arms_of(
         referee,
         {name: read_answers(path, pair) for name, path in files.items()},
@@ -122,7 +120,9 @@ def _facts_of(arm: Arm, drawn: bool) -> dict[str, Any]:
 
 def _greedy_table(arms: list[Arm]) -> Table:
     """Verdicts of each arm, and how many answers are those of the first one."""
-    table = Table("", "answers", "tokens", EXACT, TIE, VIOLATION, "as plain", "error of logprobs")
+    from specbench.engines.audit import same_answers  # late, as above
+
+    table = Table("", "answers", "tokens", *VERDICTS, "as plain", "error of logprobs")
     for arm in arms:
         as_plain = ""
         if arm is not arms[0]:
@@ -133,7 +133,7 @@ def _greedy_table(arms: list[Arm]) -> Table:
             arm.name,
             str(len(arm.judged)),
             f"{arm.tokens:,}",
-            *(str(arm.verdicts[verdict]) for verdict in (EXACT, TIE, VIOLATION)),
+            *(str(arm.verdicts[verdict]) for verdict in VERDICTS),
             as_plain,
             "" if error is None else f"{error:.2g}",
         )

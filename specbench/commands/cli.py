@@ -31,6 +31,7 @@ class Command:
         first: arguments that are put in front of those given.
         notes: more lines for the help.
         config: the YAML of conf/ whose keys the help shows; a trainer has one of its own, named as CONFIG_TRAINER.
+        slow: whether its module takes seconds to import; what can be checked without it then is before.
     """
 
     module: str
@@ -40,6 +41,7 @@ class Command:
     first: tuple[str, ...] = ()
     notes: str = ""
     config: str = ""
+    slow: bool = False
 
 
 COMPOSED = "Keys and choices are those of conf/ (Hydra): method=, pair=, data=, task=, decoding=, vocab=, tracker= ..."
@@ -52,7 +54,7 @@ COMMANDS = {
         (
             ("run method=kangaroo", "the embedded pair, all tasks"),
             ("run method=sps pair=qwen3-8b data=spec_bench task=math_reasoning", "a real pair, Spec-Bench's questions"),
-            ("run method=sps pair.target=/models/big pair.draft=/models/small pair.tokenizer=null", "your models"),
+            ("run method=sps pair=local pair.target=/models/big pair.draft=/models/small data=spec_bench", "yours"),
             ("run method=pld data.limit=2 repeats=3", "two questions a task, each measured three times"),
         ),
         notes=COMPOSED,
@@ -216,6 +218,7 @@ COMMANDS = {
             ("train rest pair=vicuna-7b conversations=sharegpt.jsonl data=spec_bench", "a datastore"),
         ),
         config="train",
+        slow=True,
     ),
     "answer": Command(
         "methods.answer",
@@ -223,6 +226,7 @@ COMMANDS = {
         "Let the target answer the prompts of a file, as text to train on.",
         (("answer pair=vicuna-7b conversations=sharegpt.jsonl out=answers.jsonl", "in batches; resumable"),),
         config="answer",
+        slow=True,
     ),
     "converse": Command(
         "specbench.commands.converse",
@@ -247,6 +251,7 @@ COMMANDS = {
         "Count tokens for a trimmed draft head (vocab=trim).",
         (("calibrate pair=vicuna-7b conversations=sharegpt.jsonl source=target_generated", "from its own answers"),),
         config="calibrate_vocab",
+        slow=True,
     ),
 }  # fmt: skip
 
@@ -285,16 +290,20 @@ def run(arguments: list[str]) -> int:
     if {"-h", "--help"} & set(rest):
         trainer = rest[0] if name == "train" and rest[0] in trainers() else ""
         return show(usage(name, command, trainer))
-    module = command.module
+    module, config = command.module, command.config
     if name == "train":
         trained = rest.pop(0) if rest else ""
         if trained not in trainers():
             raise UserError(
                 f"unknown trainer '{trained}': {suggest(trained, trainers())}; see specbench train --help"
             )
-        module = module.format(name=trained)
+        module, config = module.format(name=trained), f"{config}_{trained}"
     sys.argv[:] = [f"specbench {name}", *command.first, *rest]
     sys.path.insert(1, str(Path.cwd()))  # as `python -m` does: a method of the user's own lies there
+    if command.slow:
+        from specbench.config.checks import check_command  # late: a help needs no Hydra
+
+        check_command(config, rest)
     return importlib.import_module(module).main() or 0
 
 

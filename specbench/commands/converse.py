@@ -21,17 +21,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 from rich.table import Table
 from tqdm import tqdm
 
+from specbench.config.checks import check_sources
 from specbench.config.compose import program
 from specbench.data.contamination import BenchmarkNgrams
 from specbench.data.questions import file_questions, questions_sha256
 from specbench.data.synthesis import Filters, Kind, Material, kinds_of, loop_start
-from specbench.decoding.cpu.autotune import PassShape, choose_layouts
-from specbench.decoding.drafter import Drafter
-from specbench.decoding.engine import Engine
-from specbench.decoding.sampling import SamplingParams
-from specbench.decoding.scheduler import Scheduler
-from specbench.decoding.state import Request
-from specbench.models.pairs import Pair, load_pair
 from specbench.report.cells import console
 from specbench.system.errors import UserError, stoppable
 from specbench.system.files import lock_file, make_folder, refuse_foreign, whole_lines
@@ -43,6 +37,9 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from specbench.data.conversations import Messages
+    from specbench.decoding.sampling import SamplingParams
+    from specbench.decoding.state import Request
+    from specbench.models.pairs import Pair
 
 # What decides which conversations are written: a file is continued with the same values alone.
 SAME = {
@@ -99,7 +96,15 @@ class Writer:
     """
 
     def __init__(self, cfg: DictConfig, pair: Pair, kinds: list[Kind], filters: Filters, bar: tqdm):
+        from specbench.decoding.cpu.autotune import PassShape, choose_layouts  # late: torch takes seconds
+        from specbench.decoding.drafter import Drafter
+        from specbench.decoding.engine import Engine
+        from specbench.decoding.sampling import SamplingParams
+        from specbench.decoding.scheduler import Scheduler
+
         self.cfg, self.pair, self.kinds, self.filters, self.bar = cfg, pair, kinds, filters, bar
+        self.asking = SamplingParams(cfg.question_tokens, cfg.temperature)
+        self.answering = SamplingParams(cfg.max_new_tokens)
         target, scheduler = pair.staged, Scheduler(cfg.batch_size)
         choose_layouts(target, (PassShape(cfg.batch_size, 1),))
         self.engine = Engine(target, Drafter(), pair.stop_ids, scheduler, pair.context_length)
@@ -157,8 +162,7 @@ class Writer:
         endings = [self.pair.encode(after) for _, after in turns]
         special = self.pair.tokenizer.added_tokens_decoder
         stops = [self.pair.stop_ids | {i for i in ending[:1] if i in special} for ending in endings]
-        decoding = SamplingParams(self.cfg.question_tokens, self.cfg.temperature)
-        written = self._written(talks, prompts, decoding, label, stops)
+        written = self._written(talks, prompts, self.asking, label, stops)
         for talk, ids, stop_ids, ending in zip(talks, written, stops, endings):
             if ids is None:
                 continue
@@ -181,8 +185,7 @@ class Writer:
     def _answer(self, talks: list[Talk], label: str) -> None:
         """The target answers the last question of each conversation; a question whose answer is dropped goes, too."""
         prompts = [self.pair.prompt_ids(talk.messages) for talk in talks]
-        decoding = SamplingParams(self.cfg.max_new_tokens)
-        for talk, ids in zip(talks, self._written(talks, prompts, decoding, label)):
+        for talk, ids in zip(talks, self._written(talks, prompts, self.answering, label)):
             if ids is not None:
                 ids = ids[: loop_start(ids)]
                 text = self.pair.decode(ids)
@@ -203,6 +206,8 @@ class Writer:
         stops: Sequence[frozenset[int]] | None = None,
     ) -> list[list[int] | None]:
         """What the target writes after each prompt; None, and the conversation drops it, where the context is full."""
+        from specbench.decoding.state import Request  # late, as above
+
         requests: dict[int, Request] = {}
         for i, (talk, prompt) in enumerate(zip(talks, prompts)):
             if len(prompt) + decoding.max_new_tokens > self.pair.context_length:
@@ -339,6 +344,7 @@ def converse(cfg: DictConfig) -> Path:
             or nothing that the target writes is kept.
     """
     check_all(cfg, SETTINGS)
+    check_sources(cfg)
     kinds = kinds_of(cfg.kinds)
     benchmark = benchmark_of(cfg) if cfg.avoid_benchmark else None
     path = Path(cfg.out)
@@ -367,6 +373,8 @@ def benchmark_of(cfg: DictConfig) -> BenchmarkNgrams:
 
 def write(cfg: DictConfig, kinds: list[Kind], filters: Filters, output: Output) -> None:
     """Writes pools until the answers have `cfg.tokens` tokens. Raises UserError where nothing is kept any more."""
+    from specbench.models.pairs import load_pair  # late: torch takes seconds
+
     pair = load_pair(cfg.pair, cfg.seed, with_draft=False)
     # Shown every second, with the mean speed: a pool begins with questions, which do not count.
     by_time: dict[str, Any] = {"smoothing": 0, "miniters": 0, "mininterval": 1}

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from specbench.config.checks import check
+from specbench.config.checks import check, check_sources
 from specbench.config.compose import positional, with_hydra
 from specbench.config.spec import make_drafter
 from specbench.system.errors import one_line_errors
@@ -35,6 +35,7 @@ def export(cfg: DictConfig) -> None:
 
 def _models(cfg: DictConfig) -> Iterator[tuple[str, Path]]:
     """Target and draft model."""
+    check_sources(cfg)
     from specbench.models.export import as_folder, as_gguf  # late: torch takes seconds
     from specbench.models.pairs import load_pair
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
+from specbench.config.checks import check_sources
 from specbench.config.compose import positional, with_hydra
 from specbench.system.errors import one_line_errors
 
@@ -20,6 +21,7 @@ WEIGHTS = ["*.safetensors", "*.bin", "*.pt"]
 
 def fetch(cfg: DictConfig) -> None:
     """Fetches target, draft model, trained parts and tokenizer, and prints where each lies, or raises UserError."""
+    check_sources(cfg)
     from specbench.models.pairs import (
         SMALL_FILES,
         fetch_small_files,

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
+from specbench.config.checks import check_sources
 from specbench.config.compose import with_hydra
 from specbench.data.conversations import own_text, read
-from specbench.models.pairs import Pair, load_pair
 from specbench.system.errors import UserError, one_line_errors
 from specbench.system.files import make_folder, write_atomic
 from specbench.system.settings import Count, Natural, Seed, check_all
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from omegaconf import DictConfig
+
+    from specbench.models.pairs import Pair
 
 SETTINGS = {
     "conversations": str | None,
@@ -47,6 +49,9 @@ def lengthen(cfg: DictConfig) -> Path:
         UserError: a setting is wrong, a prompt and its answer do not fit into the context, or there is too little text.
     """
     check_all(cfg, SETTINGS)
+    check_sources(cfg)
+    from specbench.models.pairs import load_pair  # late: torch takes seconds
+
     pair = load_pair(cfg.pair, cfg.seed, with_draft=False, weights=False)
     if max(cfg.lengths) + cfg.room > pair.context_length:
         raise UserError(

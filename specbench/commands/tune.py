@@ -26,11 +26,8 @@ from specbench.commands.run import run, run_locally, with_hydra
 from specbench.commands.sweep import Job
 from specbench.config.checks import check
 from specbench.data.questions import SPEC_BENCH, WARMUP
-from specbench.measure.machine import provenance
 from specbench.measure.records import run_folder as store
 from specbench.measure.records.source import source_sha256
-from specbench.report import cells, tables
-from specbench.report.runs import read_run
 from specbench.system import settings as values
 from specbench.system.errors import UserError, import_optional, one_line_errors
 from specbench.system.files import lock_folder, make_folder
@@ -103,6 +100,8 @@ def score(job: Job) -> tuple[float | None, str | None]:
     """The speedup of a trial, or why it has none: answers that are violations are no merit of a setting."""
     if job.code != 0 or job.run_dir is None:
         return None, job.reason
+    from specbench.report.runs import read_run  # late: pandas takes a second
+
     overall = read_run(job.run_dir).summary["overall"]
     violations = overall["equivalence"]["violation"]
     if violations:
@@ -166,6 +165,8 @@ def study_folder(base: DictConfig, space: str) -> Path:
     """The folder of the one study that such trials belong to. Raises UserError for what cannot work."""
     checked = cast("DictConfig", OmegaConf.create(OmegaConf.to_container(base)))
     spec = check(checked)
+    from specbench.measure.machine import provenance  # late: the hub's client takes a second
+
     threads = [os.environ.get(name) for name in THREAD_VARIABLES]
     same = [store.config_hash(checked), space, source_sha256(), provenance.machine(), threads]
     digest = hashlib.sha256(json.dumps(same).encode()).hexdigest()[:8]
@@ -198,6 +199,9 @@ def ended(study: Any) -> list:
 
 def report(study: Any, folder: Path, overrides: list[str]) -> int:
     """Prints all trials, the best first, and the command that measures the best one; returns how many failed."""
+    from specbench.report import cells, tables  # late, as above
+    from specbench.report.runs import read_run
+
     trials = ended(study)
     scored = [trial for trial in trials if trial.value is not None]
     out = cells.console()

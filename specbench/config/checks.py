@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from specbench.config.compose import check_pair_keys, own_error
+from specbench.config.compose import check_pair_keys, compose_arguments, own_error
 from specbench.config.engine_settings import check_read
 from specbench.config.parts import check_part
 from specbench.config.spec import RunSpec, unit_of
 from specbench.config.tuned import settings_source
+from specbench.data.conversations import check_source
 from specbench.data.questions import load_questions, warmup_questions
 from specbench.data.warm_start import WARM, check_warm
 from specbench.models import expansion as expand
+from specbench.models.names import local_folder
 from specbench.models.packages import described, is_package
 from specbench.system import settings as values
 from specbench.system.errors import LackingError, UserError, file_errors, one_line, suggest
@@ -67,7 +69,7 @@ KEYS = {
     "task.tasks": dict[str, list[str]],
     "vocab.map": str | None,
     "vocab.size": Count | None,
-    "pair.target": str,
+    "pair.target": str | None,
     "pair.draft": str | None,
     "pair.tokenizer": str | None,
     "pair.parts": dict,
@@ -104,6 +106,7 @@ def check(cfg: DictConfig) -> RunSpec:
     if missing:
         raise UserError(f"there is no value for {', '.join(sorted(missing))}")
     check_values(cfg)
+    check_target(cfg.pair)
     check_tracker(cfg.tracker)
     spec = check_method(cfg)
     check_folders(cfg, spec.needs)
@@ -117,6 +120,47 @@ def check(cfg: DictConfig) -> RunSpec:
         rule = cfg.decoding.draft_length
         cfg.settings_source = settings_source(spec, cfg.pair.name, rule) if spec.is_own_code else None
     return spec
+
+
+@file_errors()
+def check_command(config_name: str, arguments: list[str]) -> None:
+    """Checks a command line, as far as that takes no module of a method: importing one takes seconds.
+
+    Args:
+        config_name: what the arguments change.
+        arguments: those that are no `key=value`, or are for Hydra, are left to the command itself.
+
+    Raises:
+        UserError: A key or a choice is unknown, or the target, the tokenizer or the conversations are not there.
+    """
+    if any(argument.startswith(("-", "hydra")) for argument in arguments):
+        return
+    check_sources(compose_arguments(config_name, [argument for argument in arguments if "=" in argument]))
+
+
+def check_sources(cfg: DictConfig) -> None:
+    """Checks what a command reads that loads a target, and trains or writes with it.
+
+    Raises:
+        UserError: A value of `pair` has another type, or its target, its tokenizer or the conversations are not there.
+    """
+    values.check_all(cfg, {key: kind for key, kind in KEYS.items() if key.startswith("pair.")})
+    check_target(cfg.pair)
+    pair = expand.embedded(cfg.pair)
+    for name in (pair.target, pair.tokenizer):
+        if name is not None:
+            local_folder(name)
+    if "conversations" in cfg:
+        values.check("conversations", cfg.conversations, str | None)
+        check_source(cfg.conversations, cfg.pair)
+
+
+def check_target(pair: DictConfig) -> None:
+    """Raises UserError for a pair without a target, as `local` is by itself."""
+    if pair.target is None:
+        raise UserError(
+            f"pair {pair.name} has no target: set pair.target to a folder, a GGUF file or a hub id"
+        )
 
 
 def check_values(cfg: DictConfig) -> None:
@@ -367,8 +411,6 @@ def parameters(cls: type, what: str, group: Mapping) -> dict[str, inspect.Parame
 
 def check_folders(cfg: DictConfig, needs: Needs) -> None:
     """Raises UserError when a model, tokenizer or part that will be read is a path where no folder is."""
-    from specbench.models.names import local_folder  # late: a misspelt name need not wait for torch
-
     names = [cfg.pair.target, cfg.pair.tokenizer, needs.draft_of(cfg.pair)]
     if needs.part is not None:
         names.append(cfg.pair.parts.get(needs.part))

@@ -67,6 +67,14 @@ def benchmark_of(pair: str) -> str:
 OmegaConf.register_new_resolver("benchmark", benchmark_of, replace=True)
 
 
+def model_name(path: str | None, default: str) -> str:
+    """`${model_name:${.target},local}`: the last part of a model's name, for tables; the default without one."""
+    return default if path is None else re.sub(r"[^\w.-]+", "-", Path(path.removesuffix(".gguf")).name)
+
+
+OmegaConf.register_new_resolver("model_name", model_name, replace=True)
+
+
 # -- tuned settings: conf/tuned/PAIR/METHOD.yaml
 
 
@@ -302,6 +310,21 @@ def _as_it_stands(group: str, name: str, pair: str | None, _working_folder: Path
     with nullcontext() if searched else initialize_config_dir(str(CONF), version_base="1.3"):
         composed = compose("bench", [f"{group}={name}", *settings])[group]
     return cast("dict[str, Any]", OmegaConf.to_container(composed))
+
+
+def compose_arguments(config_name: str, overrides: list[str]) -> DictConfig:
+    """What Hydra composes of `key=value` arguments, before the command runs that it is for.
+
+    Raises:
+        UserError: as `with_hydra`.
+    """
+    check_overrides(overrides)
+    searched = [f"hydra.searchpath=[file://{user_conf}]"] if (user_conf := own_conf()) else []
+    try:
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            return compose(config_name, [*overrides, *searched])
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(explain(error, config_name, overrides)) from error
 
 
 def positional(key: str, arguments: list[str], usage: str) -> list[str]:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import hydra
-import torch
 from tqdm import tqdm
 
 from specbench.data.contamination import MeasuredTexts, Screen
@@ -19,6 +18,7 @@ from specbench.system.errors import UserError, warn
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
+    import torch
     from omegaconf import DictConfig
 
     from specbench.models.pairs import Pair
@@ -321,6 +321,8 @@ def batched(rows: Iterator[Tokens], batch_size: int) -> Iterator[dict[str, torch
 
     loss_weight[b, t] weighs the prediction of token t from the tokens before it.
     """
+    import torch  # late: a source is checked without it
+
     while batch := list(islice(rows, batch_size)):
         ids, weights = zip(*batch)
         yield {"input_ids": torch.tensor(ids), "loss_weight": torch.tensor(weights)}

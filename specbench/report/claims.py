@@ -199,7 +199,7 @@ def claims_table(checked: list[Checked]) -> Table:
             claim["name"],
             claim["bound"],
             f"{claim['paper']['figure']}\n{claim['paper']['source']}",
-            f"{_shown(one.fitting.estimate)}\nasked: {bound}",
+            f"{_shown(one.fitting.estimate)}\nbound: {bound}",
             Text(one.fitting.verdict, style=STYLES[one.fitting.verdict]),
             f"{settings if one.fitting.estimate else ''}{one.fitting.remark}",
             "\n".join(f"{name}: {_shown(other.estimate)}" for name, other in one.beside.items())

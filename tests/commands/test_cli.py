@@ -10,10 +10,23 @@ import pytest
 
 from specbench import __version__
 from specbench.commands import cli
+from specbench.config import checks
 from specbench.system.errors import UserError
 from tests.support.commands import exit_code
 
-HEAVY = ("torch", "transformers", "pandas", "pyarrow", "matplotlib", "scipy", "hydra", "accelerate")
+HEAVY = (
+    *("torch", "transformers", "pandas", "pyarrow", "matplotlib", "scipy", "hydra", "accelerate"),
+    *("datasets", "huggingface_hub", "wandb"),
+)
+# What any command refuses that loads a target, and any that reads conversations.
+OF_PAIRS = (
+    "pair=tinny",
+    "unknown_key=3",
+    "pair.target=/nowhere",
+    "pair.tokenizer=/nowhere",
+    "pair.dtype=float31",
+)
+NAMES_NOTHING = (*OF_PAIRS, "conversations=/nowhere.jsonl", "pair=qwen3-8b")
 
 
 def imported_by(code: str) -> set[str]:
@@ -39,6 +52,7 @@ def called(monkeypatch):
 
         return Module
 
+    monkeypatch.setattr(checks, "check_command", lambda *_: None)  # Hydra imports modules, too
     monkeypatch.setattr(cli.importlib, "import_module", take)
     monkeypatch.setattr(sys, "argv", ["specbench"])
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -136,6 +150,18 @@ def test_help_imports_nothing_heavy():
     ("inputs", "allowed"),
     [
         (["run method=kangarooo", "run decoding.max_new_tokenz=3", "run seed=x"], {"hydra"}),
+        ([f"train {name} pair=tinny" for name in cli.trainers()], {"hydra"}),
+        ([f"{name} {words}" for name in ("train eagle", "lengthen") for words in NAMES_NOTHING], {"hydra"}),
+        (
+            [
+                *(f"converse {words}" for words in (*OF_PAIRS, "tokens=x", "data.path=/nowhere")),
+                *("answer pair=tinny", "answer conversations=/nowhere.jsonl", "calibrate soorce=raw_text"),
+                *("export gguf pair.target=/nowhere", "fetch tinny", "fetch tiny pair.target=/nowhere"),
+                *("tune method=kangarooo", "tune trials=x"),
+            ],
+            {"hydra"},
+        ),
+        ([f"audit x.jsonl {words}" for words in (*OF_PAIRS, "pair=tiny")], {"hydra", "pandas", "pyarrow"}),
         (
             [
                 "run method=mirror_sd method.max_draft_tokens=x",
@@ -143,7 +169,7 @@ def test_help_imports_nothing_heavy():
                 "run method=ragged drafter=s2d pair.target=/nowhere",
                 *(f"train {name} steps=x" for name in cli.trainers()),
             ],
-            {"hydra", "torch"},
+            {"hydra", "torch", "huggingface_hub"},
         ),
     ],
 )

@@ -9,7 +9,7 @@ import hydra
 import pytest
 from omegaconf import OmegaConf
 
-from specbench.config.checks import check_method, check_values
+from specbench.config.checks import check, check_method, check_values
 from specbench.config.compose import CONF, base_pair, check_overrides, check_pair_keys
 from specbench.data.question_files import TASKS
 from specbench.decoding.drafter import Drafter
@@ -95,6 +95,18 @@ def test_an_engine_drafts_as_long_as_the_drafter_alone_and_in_batches(engine):
 def test_pairs_have_the_same_keys(pair):
     assert set(file_of("pair", pair)) == set(OmegaConf.load(CONF / "pair" / "_base.yaml"))
     check_pair_keys(file_of("pair", pair))
+
+
+def test_a_pair_of_a_users_models_is_called_after_the_target():
+    for target, name in (("/models/Big 8B", "Big-8B"), ("org/Big", "Big"), ("/models/x-Q4.gguf", "x-Q4")):
+        pair = resolved("pair=local", f"pair.target='{target}'", "pair.draft=/models/small").pair
+        assert (pair.name, pair.target, pair.draft) == (name, target, "/models/small")
+        assert not any(pair.parts.values()) and pair.stop_ids is pair.limit is None
+
+
+def test_a_pair_without_a_target_is_refused():
+    with pytest.raises(UserError, match=r"^pair local has no target: set pair\.target to a folder, "):
+        check(composed("bench", "pair=local"))
 
 
 def test_every_part_of_this_project_is_a_key_of_every_pair():

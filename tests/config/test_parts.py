@@ -51,6 +51,7 @@ def refused(*overrides: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.first_fast
 @pytest.mark.parametrize("method", ["kangaroo", "medusa", "eagle3"])
 def test_a_part_of_a_target_of_another_depth_is_refused(tmp_path, method):
     folder = part(tmp_path / "part", {"hidden_size": 128}, recorded("tiny"))

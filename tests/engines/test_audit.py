@@ -6,6 +6,7 @@ import json
 import math
 import sys
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -30,6 +31,7 @@ from specbench.engines.audit import (
 )
 from specbench.measure.metrics.engine import SURPRISE
 from specbench.measure.numeric_noise import ENGINE_NOISE
+from specbench.models import pairs
 from specbench.models.pairs import load_pair
 from specbench.system.errors import UserError
 from specbench.system.files import read_json
@@ -45,7 +47,13 @@ def answered(tokens, prompt=PROMPT, name="1", logprobs=None, cap=NEW) -> Answere
 
 
 def greedy(pair, prompt=PROMPT) -> list[int]:
-    return generate_with_transformers(pair.target, prompt, NEW, pair.stop_ids)
+    return list(greedy_of(pair.name, tuple(prompt)))
+
+
+@cache  # many tests begin with the same one
+def greedy_of(arch: str, prompt: tuple[int, ...]) -> list[int]:
+    pair = random_pair(arch)
+    return generate_with_transformers(pair.target, list(prompt), NEW, pair.stop_ids)
 
 
 def audited(pair, answers: list[Answered], tolerance: float | None = 1e-3) -> Arm:
@@ -348,6 +356,13 @@ def run_audit(monkeypatch, capfd, *words: str) -> tuple[int, str, str]:
     for name in ("HYDRA_FULL_ERROR", "SPECBENCH_SCRATCH"):  # set by main
         monkeypatch.setenv(name, "")
     return exit_code(command.main), *capfd.readouterr()
+
+
+def test_a_file_that_is_not_there_is_told_before_the_target_is_loaded(monkeypatch, capfd):
+    monkeypatch.setattr(pairs, "load_pair", None)
+    for words in (["none.jsonl"], [f"{__file__}", "plain=none.jsonl"]):
+        code, _, errors = run_audit(monkeypatch, capfd, *words, "pair=tiny")
+        assert code == 2 and "there is no file 'none.jsonl'" in errors
 
 
 @pytest.mark.slow

@@ -231,7 +231,7 @@ class TestOwnDecoder:
         def drafter() -> Drafter:
             return ModelChain(pair.draft) if drafts else Drafter()
 
-        decoding = SamplingParams(24, temperature)
+        decoding = SamplingParams(12, temperature)
         alone = Engine(pair.staged, drafter(), pair.stop_ids, None, pair.context_length)
         with serving(own_decoder(pair, drafter())) as url:
             for prompt in (PROMPT, [7] * 30, [4]):

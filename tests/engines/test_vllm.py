@@ -116,8 +116,11 @@ def test_what_a_drafter_exports_is_the_model(commands, monkeypatch):
 class TestDraftersOfOurs:
     """Those that look up draft inside vLLM, with this project's own code."""
 
-    def test_vllm_finds_the_class_the_drafter_and_nothing_else_of_ours(self, commands, monkeypatch, tmp_path):
+    @pytest.fixture(autouse=True)
+    def _cache(self, monkeypatch, tmp_path):
         monkeypatch.setenv("SPECBENCH_CACHE", str(tmp_path))
+
+    def test_vllm_finds_the_class_the_drafter_and_nothing_else_of_ours(self, commands):
         engine, of = commands("suffix", drafter=SUFFIX)
         told = json.loads(of[SPECULATIVE]["speculative-config"])
         assert told == {
@@ -129,6 +132,13 @@ class TestDraftersOfOurs:
         assert json.loads(environment["SPECBENCH_DRAFTER"]) == SUFFIX
         folder = Path(environment["PYTHONPATH"])
         assert sorted(path.name for path in folder.iterdir()) == ["methods", "specbench"]
+        assert (folder / "specbench" / "engines" / "vllm_proposer.py").is_file()
+        commands("suffix", drafter=SUFFIX)  # the links are there already
+
+    @pytest.mark.process
+    def test_the_class_can_be_imported_where_vllm_looks_for_it(self, commands, tmp_path):
+        engine, _ = commands("suffix", drafter=SUFFIX)
+        environment = engine.servers[SPECULATIVE].environment
         script = "import specbench.engines.vllm_proposer as p, specbench as s; print(p.Proposer.__name__, s.__file__)"
         done = subprocess.run(
             [sys.executable, "-c", script],
@@ -138,8 +148,7 @@ class TestDraftersOfOurs:
             text=True,
             check=True,
         )
-        assert done.stdout.split() == ["Proposer", str(folder / "specbench" / "__init__.py")]
-        commands("suffix", drafter=SUFFIX)  # the links are there already
+        assert done.stdout.split() == ["Proposer", f"{environment['PYTHONPATH']}/specbench/__init__.py"]
 
     @pytest.mark.parametrize(
         ("drafter", "said"),

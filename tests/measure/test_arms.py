@@ -62,13 +62,12 @@ def test_a_static_cache_gives_the_same_answer():
     assert answer.tokens == generate_with_transformers(pair.target, PROMPT, 12)
 
 
-def test_generate_does_as_it_is_asked_whatever_the_checkpoint_prefers():
+def test_generate_does_as_it_is_asked_whatever_the_checkpoint_prefers(monkeypatch):
     """A repetition penalty of its own would make it decode something else."""
     pair = random_pair("llama")
     expected = generate_with_transformers(pair.target, PROMPT, 12)
-    preferred = pair.target.generation_config = GenerationConfig(
-        repetition_penalty=5.0, bad_words_ids=[[expected[0]]]
-    )
+    preferred = GenerationConfig(repetition_penalty=5.0, bad_words_ids=[[expected[0]]])
+    monkeypatch.setattr(pair.target, "generation_config", preferred)  # other tests have the same pair
     (answer,) = exhaust(hf_generate_arm(pair)([Request(PROMPT, SamplingParams(12))]))
     assert answer.tokens == expected
     assert pair.target.generation_config is preferred

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 
 from specbench.measure.metrics import summary as metrics
@@ -18,6 +20,12 @@ def of(method: dict, records: list[dict], **facts: object) -> dict:
     return metrics.summary(records, FACTS | facts, CONFIG | {"method": method})
 
 
+@cache
+def learnt() -> dict:
+    """The summary of a drafter that has learnt."""
+    return of(LEARNT, asked())
+
+
 def asked() -> list[dict]:
     """The records, those of a question that failed among them, and of a second pass in which all were faster."""
     first = [answered(q, accepted=ACCEPTED[q], slow=SLOW[q]) for q in ORDER]
@@ -26,7 +34,7 @@ def asked() -> list[dict]:
 
 
 def test_thirds_are_in_the_order_of_the_questions():
-    found = of(LEARNT, asked())["thirds"]
+    found = learnt()["thirds"]
     # Every answer takes the method the same time, so that a speedup is the mean of both questions' own.
     assert found["first"]["questions"] == found["last"]["questions"] == 2
     assert found["first"]["speedup"] == pytest.approx(1.5) and found["last"]["speedup"] == pytest.approx(4)
@@ -36,7 +44,7 @@ def test_thirds_are_in_the_order_of_the_questions():
 
 
 def test_the_foot_of_the_table_says_both():
-    (line,) = of(LEARNT, asked())["notes"]
+    (line,) = learnt()["notes"]
     assert "first third of the questions: speedup 1.50, acceptance length 2.00" in line
     assert line.endswith("last third: speedup 4.00, acceptance length 4.50")
 

@@ -114,7 +114,7 @@ def engine(pair, drafter: Drafter | None = None) -> Engine:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_answers_are_those_of_each_arm_alone(temperature):
     pair = random_pair("llama")
-    requests = [Request(p, SamplingParams(24, temperature), 3) for p in (PROMPT, [9, 8], [3, 4, 5, 6])]
+    requests = [Request(p, SamplingParams(12, temperature), 3) for p in (PROMPT, [9, 8], [3, 4, 5, 6])]
     alone = [engine(pair).generate([request]) for request in requests]
     together = interleaver().run([engine(pair).rounds([request]) for request in requests])
     assert [a.tokens for (a,) in together] == [a.tokens for (a,) in alone]

@@ -17,6 +17,7 @@ from specbench.measure.metrics.acceptance import mbsu
 from specbench.measure.metrics.dataframes import STEP_COLUMNS, generations_frame, steps_frame
 from specbench.measure.metrics.metrics import ceiling_rate
 from specbench.measure.records.migrate import migrated
+from tests.support.samples import summarised
 from tests.support.synthetic import (
     CONFIG,
     EXACT,
@@ -182,7 +183,8 @@ def test_a_baseline_against_itself_holds_1(records):
 def test_the_interval_does_not_depend_on_the_order_of_the_questions():
     records = [answered(i, slow=1 + i % 4, accepted=[i % 6]) for i in range(12)]
     names = ("speedup", "speedup_low", "speedup_high")
-    assert [overall(records)[n] for n in names] == [overall(records[::-1])[n] for n in names]
+    forwards, backwards = overall(records), overall(records[::-1])
+    assert [forwards[n] for n in names] == [backwards[n] for n in names]
 
 
 def test_autoregressive_decoding_as_a_method():
@@ -258,7 +260,7 @@ def test_failed_questions_count_as_failed_and_nowhere_else():
     failed = record(9, "rag", error="out of memory")
     found = metrics.summary([answered(1), failed], FACTS, CONFIG)
     assert (found["status"], found["failed"]) == ("failed", 1)
-    assert found["overall"] == metrics.summary([answered(1)], FACTS, CONFIG)["overall"]
+    assert found["overall"] == summarised([answered(1)])["overall"]
     assert found["tasks"]["rag"]["questions"] == 0
     assert all(found["tasks"]["rag"][key] is None for key in KEYS if key != "questions")
     json.dumps(found, allow_nan=False)
@@ -345,7 +347,7 @@ def test_a_batch_run_by_hand():
     assert found["baseline"]["single_tokens_per_second"] == pytest.approx(4 * 9 / 38)
     assert (found["drafter"], found["batch_size"], found["peak_memory_bytes"]) == ("none", 4, 7)
     assert found["settings"] == {"window": 5}
-    alone = metrics.summary([answered(1)], FACTS, CONFIG)
+    alone = summarised([answered(1)])
     assert alone["drafter"] is None and alone["overall"]["occupancy"] is alone["overall"]["pools"] is None
     assert alone["baseline"]["single_tokens_per_second"] is None
 

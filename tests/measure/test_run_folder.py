@@ -1,6 +1,7 @@
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -334,8 +335,11 @@ def test_two_processes_never_share_a_folder(run_dir):
 # -- the end
 
 
-@pytest.fixture
-def finished(run_dir) -> Path:
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory) -> Path:
+    """A finished folder, of which each test has a copy."""
+    run_dir = store.find_or_create(CONFIG | {"runs_root": str(tmp_path_factory.mktemp("ended"))})
+    write_json(run_dir / store.FACTS, FACTS)
     repeats = [generation([1, 1], seconds=s) for s in (1.0, 1.1)]
     records = [
         answered(2, "rag", accepted=[5, 0, 3]),
@@ -345,6 +349,11 @@ def finished(run_dir) -> Path:
     append(run_dir, *migrated(records))
     store.finalise(run_dir)
     return run_dir
+
+
+@pytest.fixture
+def finished(ended, tmp_path) -> Path:
+    return shutil.copytree(ended, tmp_path / "finished")  # with the times of its files
 
 
 def test_a_finished_folder_never_changes(finished, config):

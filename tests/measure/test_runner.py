@@ -20,6 +20,7 @@ from specbench.measure.interleave import Interleaver
 from specbench.measure.machine import speed
 from specbench.measure.machine.provenance import cpu_model
 from specbench.measure.machine.watch import Watch
+from specbench.measure.metrics.engine import SURPRISE
 from specbench.measure.protocol import Protocol
 from specbench.measure.records import run_folder as store
 from specbench.system import threads
@@ -188,6 +189,9 @@ def test_sampled_answers_are_certified_where_nothing_was_drafted_by_chance(workp
     assert code == 0 and summary["temperature"] == 1.0
     verdicts = {t["equivalence"]["verdict"] for r in records for t in r["turns"]}
     assert verdicts == ({None} if method == "sps" else {"exact"})
+    likely = summary["likelihood"]  # where drafts were drawn: of all answers together
+    assert likely.keys() == ({"baseline", "method"} if method == "sps" else set())
+    assert all(abs(one["standard_errors"]) < SURPRISE for one in likely.values())
     assert {t["baseline_equivalence"]["verdict"] for r in records for t in r["turns"]} == {None}
     texts = [t["arms"]["baseline"][0]["tokens"] for r in records for t in r["turns"]]
     assert texts[0] != texts[len(texts) // 2], "a repeat draws anew"

@@ -88,6 +88,7 @@ def test_two_at_once_fetch_it_once(pair_packages, monkeypatch, capsys):
     assert "by another process: waiting for it" in capsys.readouterr().err
 
 
+@pytest.mark.process
 def test_what_a_killed_process_left_is_taken_up_or_done_anew(registry, pair_packages, folder, monkeypatch):
     (folder / PARTIAL).mkdir(parents=True)
     (folder / PARTIAL / "half.whl").write_bytes(b"PK")

@@ -109,8 +109,8 @@ def test_no_figure_is_typed_in():
         return [row[3] for row in formats.cells(claims.claims_table(checked)).rows]
 
     one, other = here(1.4), here(1.9)
-    assert one[0] == "1.40 [1.30, 1.50] (asked: at least 1.5)"
-    assert other[0] == "1.90 [1.80, 2.00] (asked: at least 1.5)"
+    assert one[0] == "1.40 [1.30, 1.50] (bound: at least 1.5)"
+    assert other[0] == "1.90 [1.80, 2.00] (bound: at least 1.5)"
     assert one[1:] == other[1:]
 
 

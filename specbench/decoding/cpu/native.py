@@ -79,7 +79,6 @@ def has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cpu" and dtype in TYPES and _available()
 
 
-@torch.compiler.assume_constant_result  # what is compiled does not look for a C++ compiler again
 def _available() -> bool:
     return reason() is None
 

@@ -353,8 +353,11 @@ class JoinedLinear(torch.nn.Linear):
 
 
 def assume_unchanged() -> None:
-    """Lets torch.compile take weights for what and where they are now: looking cannot be compiled."""
-    for look in (PackedWeight._where, PackedWeight._changes):
+    """Lets torch.compile take weights for what and where they are now, and kernels for there or not.
+
+    Looking cannot be compiled. Only what compiles calls this: it takes seconds to import what it needs.
+    """
+    for look in (PackedWeight._where, PackedWeight._changes, native._available):
         torch.compiler.assume_constant_result(look)
 
 
