@@ -16,6 +16,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 from collections import Counter
@@ -35,10 +36,13 @@ import specbench  # noqa: F401, I001 - before torch, for how its threads wait
 import hypothesis
 import pytest
 import torch
+import yaml
 
 from specbench.decoding.cpu import compiled_layers, native
 from specbench.measure.machine import provenance
 from specbench.measure.machine import speed
+from specbench.measure.records import run_folder
+from specbench.measure.records.source import source_sha256
 from specbench.system.files import make_folder
 from specbench.system.paths import cache_folder
 from tests.support.synthetic import QUIET
@@ -88,7 +92,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _known_machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What every run finds out about this machine anew: here from a small buffer, and once for all runs.
+    """What every run finds out about this machine and its code anew: here from a small buffer, and once for all runs.
 
     Probes of its speed always find the same. The best of them, also those of processes that tests start, is kept in a
     folder of the tests' own.
@@ -104,9 +108,37 @@ def _known_machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         of_gpu = partial(provenance.buffer_bytes, "cuda")
         patch.setattr(provenance, "buffer_bytes", lambda kind: of_gpu() if kind == "cuda" else 2**20)
         patch.setattr(provenance, "versions", cache(provenance.versions))
+        once = cache(source_sha256)
+        for module in (run_folder, provenance):
+            patch.setattr(module, "source_sha256", once)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _yaml_is_parsed_once() -> Iterator[None]:
+    """Hydra parses the files of conf/ again for every configuration: here a text that was parsed comes from memory."""
+    parsed: dict[tuple[str | bytes, str], object] = {}
+    parse = yaml.load
+
+    def load(stream, Loader):  # noqa: N803 - as in the package
+        if Loader.__module__.partition(".")[0] not in ("yaml", "omegaconf"):
+            return parse(stream, Loader)
+        text = stream if isinstance(stream, str | bytes) else stream.read()
+        key = (text, Loader.__qualname__)
+        if key not in parsed:
+            if text is not stream:
+                stream.seek(0)  # an error names the file
+            parsed[key] = parse(stream, Loader)
+        return copy.deepcopy(parsed[key])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(yaml, "load", load)
         yield
 
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
-    torch.manual_seed(0)
+    if torch.cuda.is_available():
+        torch.manual_seed(0)
+    else:  # for devices that there are not, torch notes each seed with the whole stack: milliseconds
+        torch.default_generator.manual_seed(0)

@@ -128,9 +128,15 @@ def requests_of(bench: Bench, temperature: float = 0.0, count: int = 2) -> list[
 
 
 @cache
+def plain_on(pair: str) -> Bench:
+    """Autoregressive decoding on a pair."""
+    return prepared("ar", pair=pair)
+
+
+@cache
 def expected(pair: str, temperature: float, count: int) -> list[list[int]]:
     """What autoregressive decoding says."""
-    plain = prepared("ar", pair=pair)
+    plain = plain_on(pair)
     return [answer.tokens for answer in plain.setup.answers(BASELINE, requests_of(plain, temperature, count))]
 
 
@@ -172,6 +178,7 @@ def test_answers_are_the_targets_and_drafts_are_worth_something(monkeypatch, ben
 
 
 @pytest.mark.one_in(2)
+@pytest.mark.slow
 def test_samples_without_chance_in_drafts_are_the_targets(monkeypatch, bench, method):
     if not needs_of(composed("bench", f"method={method}").method).sampling:
         pytest.skip(f"{method} does not sample")

@@ -5,11 +5,13 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from specbench import ROOT
 
 
+@cache  # it is asked for each file
 def retired() -> set[str]:
     """The words that the glossary replaces."""
     text = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")

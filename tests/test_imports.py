@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,16 +15,22 @@ from specbench import ROOT
 ROOMS = ("system", "decoding", "models", "data", "config", "measure", "engines", "report", "tiny", "commands")
 
 
-def imported(path: Path) -> set[str]:
+def imported(path: Path) -> frozenset[str]:
     """Every module that a file imports, anywhere in it; of `from a import b` both `a` and `a.b`."""
+    return imported_by(path.read_text())
+
+
+@cache  # several tests ask for the same files
+def imported_by(text: str) -> frozenset[str]:
+    """As `imported`, of the text of a file."""
     names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             module = "." * node.level + (node.module or "")
             names |= {module} | {f"{module}.{alias.name}" for alias in node.names}
-    return names
+    return frozenset(names)
 
 
 def files_behind(paths: list[Path]) -> Iterator[Path]:
@@ -62,7 +69,7 @@ def test_an_import_is_seen_wherever_it_stands(tmp_path):
     assert helper in set(files_behind([path]))
 
 
-def graph() -> dict[str, set[str]]:
+def graph() -> dict[str, frozenset[str]]:
     """The modules of the program that each of them imports, also for types alone."""
     paths = [path for package in ("specbench", "methods") for path in (ROOT / package).rglob("*.py")]
     names = {

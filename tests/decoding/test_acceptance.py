@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -64,7 +65,7 @@ def trees(draw):
 
 
 @given(trees())
-@settings(max_examples=300)
+@settings(max_examples=120)
 def test_greedy_tree_walks_the_matching_path(tree):
     parents, tokens, choices = tree
     path, node = [], -1
@@ -141,6 +142,7 @@ def test_ancestors(tree):
 
 
 @given(st.lists(trees(), min_size=1, max_size=3))
+@settings(max_examples=40)
 def test_trees_of_lists_are_those_of_tensors(several):
     k = min(len(tree[0]) for tree in several)
     parents = [tree[0][:k] for tree in several]
@@ -290,34 +292,43 @@ def test_residual_never_vanishes():
     assert residual(nan, p).isnan().any() and residual(p, nan).isnan().any(), "a draw from it must fail"
 
 
-@pytest.mark.first_fast
+ROUNDS = 6000
+
+
+@cache
+def draws_of_rounds() -> torch.Tensor:
+    """[ROUNDS, positions, columns] the numbers of as many answers."""
+    return torch.stack([position_draws(seed, 4, 2, torch.device("cpu")) for seed in range(ROUNDS)])
+
+
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_sampled_trees_leave_the_distribution_unchanged(deterministic):
-    """Two children of the root and one grandchild: what comes first, and what follows, are still draws from p."""
+    """Two children of the root and one grandchild: what comes first, and what follows, are still draws from p.
+
+    All rounds are sequences of one batch, which does not change what is accepted.
+    """
     g = torch.Generator().manual_seed(2)
     logits = torch.randn(1, 4, VOCAB, generator=g)
     logits[:, 2] = logits[:, 1]  # so that what follows has one distribution, whichever child comes first
     p = torch.softmax(logits[0], dim=-1)
     q = torch.softmax(torch.randn(VOCAB, generator=g), dim=-1)
     tree = Tree.of(torch.tensor([-1, -1, 0]), max_children=2)
-    counts = torch.zeros(VOCAB, VOCAB, dtype=torch.int64)
-    for seed in range(6000):
-        numbers = position_draws(seed, 4, 2, torch.device("cpu"))
-        if deterministic:
-            draft = Draft(torch.tensor([[1, 4, 2]]), tree=tree)
-        else:
-            rows = numbers[[0, 0, 1], [3, 4, 3]]
-            draft = Draft(
-                sample_inverse_cdf(q.expand(1, 3, -1), rows.unsqueeze(0)), q.expand(1, 3, VOCAB), tree=tree
-            )
-        verdict = accept(logits, draft, SamplingParams(9, 1.0), numbers.unsqueeze(0))
-        kept = [*draft.tokens[0, verdict.path[0, : verdict.count]].tolist(), next_token(verdict).item()]
-        if verdict.count and len(kept) < 2:
-            raise AssertionError("a kept token is followed by one of the target")
-        second = kept[1] if len(kept) > 1 else torch.multinomial(p[1], 1, generator=g).item()
-        counts[kept[0], second] += 1
-    assert p_value(counts.sum(1), p[0]) > 1e-3
-    assert p_value(counts.sum(0), p[1]) > 1e-3
+    numbers = draws_of_rounds()
+    if deterministic:
+        draft = Draft(torch.tensor([[1, 4, 2]]).expand(ROUNDS, 3), tree=tree)
+    else:
+        q = q.expand(ROUNDS, 3, VOCAB)
+        draft = Draft(sample_inverse_cdf(q, numbers[:, [0, 0, 1], [3, 4, 3]]), q, tree=tree)
+    verdict = accept(logits.expand(ROUNDS, 4, VOCAB), draft, SamplingParams(9, 1.0), numbers)
+    count, following = verdict.count, next_token(verdict)
+    kept = draft.tokens.gather(1, verdict.path.clamp(max=2))
+    assert (following >= 0).all(), "a kept token is followed by one of the target"
+    # A round that kept nothing emitted one token; autoregressive decoding goes on from there.
+    plain = torch.multinomial(p[1], ROUNDS, replacement=True, generator=g)
+    first = torch.where(count >= 1, kept[:, 0], following)
+    second = torch.where(count >= 2, kept[:, 1], torch.where(count == 1, following, plain))
+    assert p_value(torch.bincount(first, minlength=VOCAB), p[0]) > 1e-3
+    assert p_value(torch.bincount(second, minlength=VOCAB), p[1]) > 1e-3
 
 
 def walk(probs, tokens, draft_probs, parents, uniforms):
@@ -337,7 +348,7 @@ def walk(probs, tokens, draft_probs, parents, uniforms):
 
 
 @given(trees(), st.integers(0, 10_000))
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 def test_a_tree_of_drawn_tokens_is_walked_as_published(tree, seed):
     parents, k = tree[0], len(tree[0])
     g = torch.Generator().manual_seed(seed)

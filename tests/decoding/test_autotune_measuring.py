@@ -179,7 +179,7 @@ def test_each_number_of_tokens_is_tried_in_passes_as_the_run_makes_them(monkeypa
 
     for module in (layouts, linear):
         monkeypatch.setattr(module, "product", by_tokens)
-    target = StagedModel(random_model("llama", 0), width=width)
+    target = StagedModel(random_model("llama", 0, num_hidden_layers=2), width=width)
     shapes = [ONE, SIX] if width else [ONE, SIX, PassShape(1, 17), PassShape(3, 1), PassShape(3, 6)]
     chosen = choose_layouts(target, shapes)
     tokens = (
@@ -247,7 +247,7 @@ def test_a_measurement_that_fails_leaves_the_weights_themselves(monkeypatch):
 @needs_packed
 def test_a_hopeless_layout_is_not_tried_to_the_end(monkeypatch):
     world = World(monkeypatch, ALIKE | {"packed": (9.0, 9.0)})
-    target = StagedModel(random_model("llama", 0))
+    target = StagedModel(random_model("llama", 0, num_hidden_layers=2))
     monkeypatch.setattr(layouts, "SECONDS", 1e9)
     choose_layouts(target, [SIX])
     counts = {of: sum(one == of for one, _ in world.products) for of in ("rows", "packed")}

@@ -25,7 +25,7 @@ operations = st.lists(
 
 
 @given(operations, st.sampled_from([[CPU] * LAYERS, SPREAD]), st.booleans())
-@settings(max_examples=200)
+@settings(max_examples=80)
 def test_cache_behaves_like_lists(ops, devices, indexed):
     """indexed: entries are named one by one, as where sequences have ends of their own."""
     cache = KVCache(devices, 2, 3, SLOTS, CAPACITY, torch.float32)

@@ -30,7 +30,7 @@ def test_no_draft(arch):
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
-@pytest.mark.parametrize("threshold", [0.0, 0.4])
+@pytest.mark.parametrize("threshold", [0.0, pytest.param(0.4, marks=pytest.mark.slow)])
 def test_chain(arch, threshold):
     steps = []
     for n in SOME_LENGTHS:

@@ -172,7 +172,7 @@ def test_a_verified_token_has_the_bits_of_a_decoded_one(arch, dtype):
 @pytest.mark.parametrize("tokens", [81, MOST_TOKENS])
 def test_a_token_has_its_bits_in_a_wide_pass_too(dtype, tokens):
     """As in the trees of Token Recycling, of 80 nodes."""
-    model = copy.deepcopy(random_model("llama", 0)).to(dtype)
+    model = copy.deepcopy(random_model("llama", 0, num_hidden_layers=2)).to(dtype)
     target, ids = take_panels(StagedModel(model)), torch.randint(3, 60, (1, PROMPT + tokens))
     with torch.inference_mode():
         caches = [target.new_cache(PROMPT + tokens) for _ in range(2)]

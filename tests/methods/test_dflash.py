@@ -121,7 +121,8 @@ def by_hand(log_probs: torch.Tensor, nodes: int) -> set[tuple[int, ...]]:
     """The likeliest paths [nodes] of levels that guess by themselves, by looking at all of them."""
     levels, rows = log_probs.shape
     paths = [p for depth in range(1, levels + 1) for p in product(range(rows), repeat=depth)]
-    scores = {p: float(sum(log_probs[level, token] for level, token in enumerate(p))) for p in paths}
+    table = log_probs.numpy()  # as many times as there are paths it is read faster than a tensor
+    scores = {p: float(sum(table[level, token] for level, token in enumerate(p))) for p in paths}
     return set(sorted(paths, key=lambda p: (-scores[p], len(p)))[:nodes])
 
 
@@ -182,7 +183,9 @@ def test_lossless(arch, kind, tmp_path):
     assert any(s.accepted for s in steps) and any(not s.accepted for s in steps)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [DFlash, DDTree, *(pytest.param(kind, marks=pytest.mark.slow) for kind in (DSpark, DFlash2))]
+)
 def test_lossless_on_one_architecture(kind, tmp_path):
     steps = assert_lossless("llama", drafter_of(kind, "llama", tmp_path))
     if kind is DDTree:
@@ -270,7 +273,7 @@ def test_an_estimate_is_of_the_place_and_the_token_in_front(tmp_path):
         return draft
 
     drafter.draft = check
-    for prompt, cap, *_ in cases("llama"):
+    for prompt, cap, *_ in (cases("llama")[3], cases("llama")[7]):
         Engine(StagedModel(pair.target), drafter, frozenset()).answer(prompt, SamplingParams(cap))
     assert len({*compared}) > 2
 
@@ -289,6 +292,7 @@ def test_a_draft_reads_its_model_once(tmp_path):
         assert steps[0].draft_bytes == once + head + again
 
 
+@pytest.mark.first_fast
 @pytest.mark.parametrize("kind", [DFlash, DSpark])
 def test_the_drafter_of_an_expanded_target_drafts_the_same(kind, tmp_path):
     pair, folder = random_pair("llama"), saved("llama", kind, tmp_path)
@@ -310,7 +314,7 @@ def test_the_drafter_of_an_expanded_target_drafts_the_same(kind, tmp_path):
         drafter = kind(which, folder)
         draft_of = drafter.draft
         drafter.draft = lambda batch, draft_of=draft_of: drafted.append(made := draft_of(batch)) or made
-        prompt, cap, *_ = cases("llama")[6]
+        prompt, cap, *_ = cases("llama")[4]
         Engine(StagedModel(which.target), drafter, frozenset()).answer(prompt, SamplingParams(cap))
     half = len(drafted) // 2
     assert half > 2 and len(drafted) == 2 * half

@@ -134,7 +134,7 @@ def test_files_of_speculators_draft_with_the_head_that_they_hold(kind, tmp_path)
         return draft
 
     drafter.draft = check
-    assert_lossless("llama", drafter)
+    assert_lossless("llama", drafter, third=1)
     assert len(compared) > 10
 
 

@@ -52,7 +52,7 @@ def trained_model(arch: str) -> MtpModel:
     """One that learnt the answers of the tests of losslessness, so that it is right now and then."""
     pair = random_pair(arch)
     model = head_of(pair)
-    teach(StepDistillation(model, StagedModel(pair.target), 3, 0.6), model, arch, 30)
+    teach(StepDistillation(model, StagedModel(pair.target), 3, 0.6), model, arch, 20)
     return model.requires_grad_(False)
 
 
@@ -219,7 +219,7 @@ def test_a_fresh_head_is_the_best_linear_estimate_of_the_next_state(monkeypatch)
     target = StagedModel(pair.target)
     model = fresh_model(target)
     torch.manual_seed(3)
-    text = [{"input_ids": torch.randint(0, target.vocab_size, (8, 64))} for _ in range(40)]
+    text = [{"input_ids": torch.randint(0, target.vocab_size, (8, 64))} for _ in range(20)]
     fit(model, target, text)
 
     def known(batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

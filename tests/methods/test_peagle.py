@@ -56,7 +56,7 @@ def trained_model(arch: str) -> Eagle3Model:
     """One that learnt the answers of the tests of losslessness, so that it is right now and then."""
     pair = random_pair(arch)
     model = drafting_model(pair)
-    teach(MaskDistillation(model, StagedModel(pair.target), AHEAD, 0.8, 0.5), model, arch, 40)
+    teach(MaskDistillation(model, StagedModel(pair.target), AHEAD, 0.8, 0.5), model, arch, 25)
     return model.requires_grad_(False)
 
 

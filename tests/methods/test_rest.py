@@ -179,9 +179,18 @@ def test_conversations_become_a_datastore_without_what_is_measured(workplace, tm
         train(settings(workplace, tmp_path, "conversations=null"))
 
 
-@pytest.mark.parametrize("name", ["train_rest", "train_medusa", "states", "answer"])
+MAKERS = ("train_rest", "train_medusa", "states", "answer")
+BENCHMARKS = {"tiny": "tiny", "tiny_wide_draft": "tiny", "vicuna-7b": "spec_bench"}
+
+
 @pytest.mark.parametrize(
-    ("pair", "data"), [("tiny", "tiny"), ("tiny_wide_draft", "tiny"), ("vicuna-7b", "spec_bench")]
+    ("name", "pair", "data"),
+    [
+        # Each maker of something, and each pair, is among the fast ones.
+        pytest.param(name, pair, data, marks=[pytest.mark.slow] * (i % len(BENCHMARKS) != j))
+        for i, name in enumerate(MAKERS)
+        for j, (pair, data) in enumerate(BENCHMARKS.items())
+    ],
 )
 def test_text_is_cleared_of_the_questions_that_fit_its_pair(name, pair, data):
     assert composed(name, f"pair={pair}").data.name == data

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
@@ -27,6 +28,24 @@ from tests.support.training import Stopped, stop_after, training_settings
 
 TAPS = (1, 2, NORMED)
 SAME = Head(torch.eye(11))  # logits are states
+HELD_OUT_ROWS, TALKS = states.HELD_OUT_ROWS, "talk.jsonl"
+CHANGES = ("seed=1", "taps=[1]", "top=3", "precision=bf16", "split=other")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _few_are_held_out() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(states, "HELD_OUT_ROWS", 8)
+        yield
+
+
+@pytest.fixture(scope="module")
+def workplace(workplace) -> Path:
+    """With so few conversations as show that rows are stored; all of them lie in `all.jsonl`."""
+    lines = (workplace / TALKS).read_text().splitlines(keepends=True)
+    (workplace / "all.jsonl").write_text("".join(lines))
+    (workplace / TALKS).write_text("".join(lines[:30]))
+    return workplace
 
 
 def settings(workplace, out, *more: str):
@@ -136,8 +155,7 @@ def test_states_of_other_rows_are_refused(workplace, folder, tmp_path, changed):
         next(batches(cfg, load_pair(cfg.pair, 0, with_draft=False)))
 
 
-@pytest.mark.parametrize("changed", ["seed=1", "taps=[1]", "top=3", "precision=bf16", "split=other"])
-def test_a_folder_goes_on_with_the_settings_that_began_it(workplace, tmp_path, monkeypatch, changed):
+def test_a_folder_goes_on_with_the_settings_that_began_it(workplace, tmp_path, monkeypatch):
     cfg = settings(workplace, tmp_path / "again")
 
     def stopped(rows, size):
@@ -147,10 +165,10 @@ def test_a_folder_goes_on_with_the_settings_that_began_it(workplace, tmp_path, m
     with pytest.raises(KeyboardInterrupt):
         states.write(cfg)
     monkeypatch.undo()
-    other = settings(workplace, tmp_path / "again", changed)
     for _ in ("begun", "finished"):
-        with pytest.raises(UserError, match=f"was begun with {changed.partition('=')[0]}="):
-            states.write(other)
+        for changed in CHANGES:
+            with pytest.raises(UserError, match=f"was begun with {changed.partition('=')[0]}="):
+                states.write(settings(workplace, tmp_path / "again", changed))
         states.write(cfg)
 
 
@@ -192,7 +210,7 @@ def test_a_folder_says_what_its_text_was_cleared_of(workplace, folder, tmp_path)
     )
     cleared = states.write(settings(workplace, tmp_path / "other", f"data.path={tmp_path}/q.jsonl"))
     record = read_json(cleared / states.RECORD)
-    asked = (workplace / "talk.jsonl").read_text().count('"say ab"')
+    asked = (workplace / TALKS).read_text().count('"say ab"')
     assert record["left_out"] == asked > 1
     with pytest.raises(UserError, match="was begun with questions="):
         states.write(settings(workplace, tmp_path / "other"))
@@ -310,12 +328,14 @@ def test_a_text_without_an_end_needs_a_number_of_tokens(workplace, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_training_on_stored_states_learns_the_same(workplace, folder, tmp_path):
+def test_a_training_on_stored_states_learns_the_same(workplace, tmp_path, monkeypatch):
     """The stored states are rounded to bfloat16 and their rows come in another order: it learns as much.
 
     So it does where part of the vocabulary stands for the rest.
     """
-    folder, agreements = states.write(settings(workplace, tmp_path / "states", "top=64")), []
+    monkeypatch.setattr(states, "HELD_OUT_ROWS", HELD_OUT_ROWS)
+    every = f"conversations={workplace}/all.jsonl"
+    folder, agreements = states.write(settings(workplace, tmp_path / "states", "top=64", every)), []
     stored = f"states={folder}"
     trainings = {
         "stored": (stored, "loss_tokens=40"),
@@ -325,7 +345,9 @@ def test_a_training_on_stored_states_learns_the_same(workplace, folder, tmp_path
     for name, more in trainings.items():
         out = tmp_path / name
         kangaroo_train.train(
-            training_settings("train_kangaroo", workplace, out, "exit_layer=2", "learning_rate=1e-2", *more)
+            training_settings(
+                *("train_kangaroo", workplace, out, "exit_layer=2", "learning_rate=1e-2", every, *more)
+            )
         )
         record = json.loads((out / RECORD).read_text())
         agreements.append(record["held_out_agreement"])
@@ -342,7 +364,7 @@ def test_a_sample_stands_for_the_rest_of_the_vocabulary(workplace, tmp_path):
     logits, likeliest = 2 * torch.randn(n, vocab), torch.randint(0, vocab, (n, 3))
     truth = Distribution(torch.rand(n, 2).softmax(-1), torch.randint(0, vocab, (n, 2)))
     sums = []
-    for _ in range(2000):
+    for _ in range(500):
         ids, shifts, inside = sampled(likeliest, truth, vocab, 40)
         assert (
             len(ids.unique())

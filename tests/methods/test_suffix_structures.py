@@ -29,6 +29,8 @@ TEXT = st.one_of(
     ),
 )
 
+FEWER = settings(max_examples=50)  # of long texts
+
 
 def ends(text: list[int], stretch: list[int]) -> list[int]:
     """The places after every occurrence."""
@@ -45,6 +47,7 @@ def longest_earlier(text: list[int]) -> int:
 
 
 @given(TEXT)
+@FEWER
 def test_the_longest_end_that_occurs_earlier_and_where(text):
     automaton = SuffixAutomaton()
     for known in (text[: i + 1] for i in range(len(text))):
@@ -71,6 +74,7 @@ def test_occurrences_are_counted_up_to_the_depth(text, depth):
 
 
 @given(TEXT, st.integers(1, 8), st.integers(0, 4))
+@FEWER
 def test_every_end_that_occurs_earlier_is_proposed_once_per_state(text, longest, more):
     automaton = SuffixAutomaton(longest + more)
     for known in (text[: i + 1] for i in range(len(text))):
@@ -92,6 +96,7 @@ def test_every_end_that_occurs_earlier_is_proposed_once_per_state(text, longest,
 
 
 @given(st.lists(TEXT, min_size=1, max_size=4), TEXT, st.integers(1, 8), st.randoms())
+@FEWER
 def test_a_match_in_an_automaton_that_grows(texts, looked_up, longest, rng):
     automaton, whole = SuffixAutomaton(longest + 2), []
     separators = count(-1, -1)
@@ -168,6 +173,7 @@ def test_places_are_sorted_as_deep_as_is_said_and_no_deeper():
 
 
 @given(STORED, st.lists(TOKEN, min_size=1, max_size=12), st.sampled_from([">u2", ">u4"]))
+@FEWER
 def test_look_ups_are_exact(text, looked_up, kind):
     if kind == ">u4":
         text = [2**32 - 1 if token == SEPARATOR else token for token in text]
@@ -223,6 +229,7 @@ ROWS = st.integers(1, 6).flatmap(
 
 
 @given(ROWS, st.integers(1, 40), st.integers(1, 4))
+@FEWER
 def test_a_tree_that_is_built_at_once_is_that_of_one_node_after_the_other(rows, nodes, children):
     """With fractions, which no rounding puts in another order."""
     rows = sorted(rows)

@@ -185,8 +185,8 @@ def test_what_all_models_of_a_search_need_is_looked_up_once(tiny, monkeypatch):
     )
     drafter = Swift(tiny, context_window=4, enough=1.0)
     engine = Engine(StagedModel(tiny.target), drafter, frozenset(), None, tiny.context_length)
-    for tokens in (20, 220):
-        engine.generate([Request(tiny.sample_ids()[:40], SamplingParams(tokens))])
+    for times in (1, 6):
+        engine.generate([Request(tiny.sample_ids()[:40] * times, SamplingParams(20))])
     assert drafter._search.steps > 1 and made == [engine.target]
 
 

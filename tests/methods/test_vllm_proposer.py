@@ -53,7 +53,7 @@ def pair():
 @pytest.fixture(scope="module")
 def prompts():
     rng = random.Random(5)
-    return [random_prompt(rng, 12) for _ in range(6)]
+    return [random_prompt(rng, 12) for _ in range(4)]
 
 
 @pytest.mark.parametrize("name", MAKERS)

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from methods.common.training import ANSWERS, answered
+from methods.common import training
+from methods.common.training import answered
 from methods.vocab_trim.calibrate import SOURCES, calibrate, coverage
 from methods.vocab_trim.vocab_map import FILE, always_kept, kept_ids, rank, save_vocab_map
 from specbench.decoding.drafter import Drafter
@@ -24,6 +25,7 @@ from tests.support.training import saved_pair
 STOP = BYTES + 1
 TOKENIZER = byte_tokenizer()
 PAIR = SimpleNamespace(name="saved", tokenizer=TOKENIZER, stop_ids=frozenset([STOP, 7]))
+TOGETHER = 12  # answers that are written together, a quarter of them at a time
 COUNTS = {65: 3, 66: 9, 67: 3, STOP: 1}
 
 
@@ -143,11 +145,14 @@ def test_calibration(workplace, tmp_path, source, capsys):
 
 @pytest.mark.first_fast
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_answers_that_are_written_together_are_those_of_one_after_another(workplace, temperature):
+def test_answers_that_are_written_together_are_those_of_one_after_another(
+    workplace, monkeypatch, temperature
+):
+    monkeypatch.setattr(training, "ANSWERS", TOGETHER)
     overrides = [*saved_pair(workplace), "max_new_tokens=6", f"temperature={temperature}", "seed=3"]
     cfg = composed("calibrate_vocab", *overrides)
     pair = load_pair(cfg.pair, cfg.seed, with_draft=False)
     engine = Engine(pair.staged, Drafter(), pair.stop_ids, context_length=pair.context_length)
     decoding = SamplingParams(6, temperature)
-    for number, (prompt, answer) in enumerate(islice(answered(cfg, pair, pair.staged), ANSWERS + 2)):
+    for number, (prompt, answer) in enumerate(islice(answered(cfg, pair, pair.staged), TOGETHER + 2)):
         assert answer == engine.answer(prompt, decoding, seed=3 + number).tokens

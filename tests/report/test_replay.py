@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from specbench.measure.draft_length import Adaptive, Constant, listed_costs
+from specbench.report import replay
 from specbench.report.replay import (
     LEAST_ROUNDS,
     Recorded,
@@ -30,6 +31,11 @@ def guesses(seed: int = 0) -> list[np.ndarray]:
     rng = np.random.default_rng(seed)
     easy = rng.random((ANSWERS, TOKENS)).cumsum(1) % 9 < 6
     return [*(rng.random((ANSWERS, TOKENS)) < np.where(easy, 0.9, 0.4)).astype(float)]
+
+
+def short() -> list[np.ndarray]:
+    """The beginnings of as many answers, where no figure must be precise."""
+    return [right[:80] for right in guesses()]
 
 
 def played(right: np.ndarray, length: int) -> list[dict]:
@@ -75,6 +81,17 @@ def run(length: int, *, of: list[np.ndarray] | None = None, **changes) -> Run:
     return made
 
 
+def brief(length: int, **changes) -> Run:
+    """A run of two answers, whose figures do not count."""
+    return run(length, of=guesses()[:2], **changes)
+
+
+@pytest.fixture
+def few_draws(monkeypatch) -> None:
+    """Places that were not guessed are drawn twice: what is not about figures needs no more."""
+    monkeypatch.setattr(replay, "DRAWS", 2)
+
+
 def test_rounds_by_hand():
     right = np.array([1, 1, 0, 1, 1, 1, 1, 0, 1.0])
     assert rounds_of(right, Constant(2)) == [(2, 2), (2, 2), (2, 1), (0, 0)]
@@ -93,7 +110,7 @@ def test_a_run_is_replayed_to_what_it_had():
 
 
 def test_a_replayed_speedup_is_against_the_baseline_that_the_run_is_quoted_against():
-    slow, fast = run(6), run(6, baseline__quoted_against="hf_generate")
+    slow, fast = run(6, of=short()), run(6, of=short(), baseline__quoted_against="hf_generate")
     for one in fast.records:
         arms = one["turns"][0]["arms"]
         [plain] = arms["baseline"]
@@ -138,7 +155,7 @@ def test_what_was_never_guessed_is_drawn_by_what_follows_whole_drafts():
 
 
 def test_an_oracle_is_as_fast_as_any_length_and_emits_as_much_as_the_longest():
-    recorded = Recorded(run(6))
+    recorded = Recorded(run(6, of=short()))
     costs = {int(k): v for k, v in COSTS.items()}
     best = play(recorded, listed_costs(costs), Constant(6), oracle=True)
     lengths = [play(recorded, listed_costs(costs), Constant(k)) for k in range(1, 7)]
@@ -163,15 +180,16 @@ def test_every_round_counts_alike_whichever_run_it_is_of():
     assert mean_costs([many, few])[2] == pytest.approx(expected)
 
 
-def test_a_rule_is_played_with_the_costs_that_its_run_had():
-    recorded = [Recorded(run(4)), Recorded(run(4, draft_length="goodput", round_costs=[1.0, 9.0]))]
+def test_a_rule_is_played_with_the_costs_that_its_run_had(few_draws):
+    costly = run(4, of=short(), draft_length="goodput", round_costs=[1.0, 9.0])
+    recorded = [Recorded(run(4, of=short())), Recorded(costly)]
     table, _ = replay_table(recorded, "sps")
     rows = {line.split()[0]: line.split() for line in shown(table, 120).splitlines()}
     assert rows["goodput"][1] == rows["1"][1] != rows["4"][1]
 
 
-def test_the_table_sets_what_was_measured_beside():
-    table, settings = replay_table([Recorded(run(4)), Recorded(run(2))], "sps")
+def test_the_table_sets_what_was_measured_beside(few_draws):
+    table, settings = replay_table([Recorded(run(length, of=short())) for length in (4, 2)], "sps")
     table = shown(table, 120)
     rows = {line.split()[0]: line.split() for line in table.splitlines() if line[:1].isdigit()}
     assert [*rows] == ["1", "2", "3", "4"]
@@ -185,10 +203,10 @@ def test_the_table_sets_what_was_measured_beside():
     assert settings == "decoding.draft_length=goodput decoding.round_costs=[1.00,1.30,1.50,1.70,1.90]"
 
 
-def test_a_run_of_a_rule_stands_beside_its_replay():
+def test_a_run_of_a_rule_stands_beside_its_replay(few_draws):
     """And gives no lengths to replay where another run has constant ones."""
-    others = [run(4, draft_length="adaptive"), run(2, draft_length="goodput")]
-    table, _ = replay_table([Recorded(one) for one in (run(4), *others)], "sps")
+    rules = [(4, {}), (4, {"draft_length": "adaptive"}), (2, {"draft_length": "goodput"})]
+    table, _ = replay_table([Recorded(run(length, of=short(), **rule)) for length, rule in rules], "sps")
     rows = {line.split()[0]: line.split() for line in shown(table, 120).splitlines()}
     assert [key for key in rows if key.isdigit()] == ["1", "2", "3", "4"]
     # That of the other had shorter drafts than are replayed.
@@ -196,28 +214,28 @@ def test_a_run_of_a_rule_stands_beside_its_replay():
 
 
 def test_costs_beyond_the_longest_drafts_that_were_measured_go_on_rising():
-    recorded = Recorded(run(6))
+    recorded = Recorded(run(6, of=short()))
     replayed = play(recorded, [1.0, 1.3, 1.5], Constant(6))
     exactly = play(recorded, [1.0, 1.3, 1.5, 1.7, 1.9, 2.1, 2.3], Constant(6))
     assert replayed == exactly != play(recorded, [1.0, 1.3, 1.5, 1.5], Constant(6))
 
 
 def test_only_chains_of_single_questions_without_chance_are_replayed():
-    tree, nothing = run(4), run(0)
+    tree, nothing = brief(4), brief(0)
     for one in tree.records:
         one["turns"][0]["arms"]["method"][0]["steps"]["depth"][3] = 2  # of four nodes
-    failed = run(4, overall__acceptance_rate=None)
+    failed = brief(4, overall__acceptance_rate=None)
     others = [
-        run(4, unit="pool"),
-        run(4, temperature=0.7),
+        brief(4, unit="pool"),
+        brief(4, temperature=0.7),
         tree,
         nothing,
         failed,
-        run(4, engine={"name": "x"}),
+        brief(4, engine={"name": "x"}),
     ]
-    unset = run(3, settings={"max_draft_tokens": None})  # as many as a drafting model was trained to guess
+    unset = brief(3, settings={"max_draft_tokens": None})  # as many as a drafting model was trained to guess
     found = groups(
-        [run(4), *others, run(2), unset, run(2, settings={"max_draft_tokens": 2, "vocab_size": 9})]
+        [brief(4), *others, brief(2), unset, brief(2, settings={"max_draft_tokens": 2, "vocab_size": 9})]
     )
     assert [[one.longest for one in group] for group in found.values()] == [[4, 2, 3], [2]]
     first, second = found
@@ -225,8 +243,8 @@ def test_only_chains_of_single_questions_without_chance_are_replayed():
 
 
 def test_runs_of_other_draft_models_are_not_played_together():
-    large = [run(length, draft="large") for length in (4, 2)]
-    found = groups([run(4, draft="small"), *large])
+    large = [brief(length, draft="large") for length in (4, 2)]
+    found = groups([brief(4, draft="small"), *large])
     assert [[one.longest for one in group] for group in found.values()] == [[4], [4, 2]]
     assert "draft=large" in list(found)[1]
 

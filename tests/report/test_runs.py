@@ -11,7 +11,7 @@ from specbench.report import __main__ as command
 from specbench.report import formats, plots, runs, tables
 from specbench.report.runs import Run, finished_runs, labels, read_run, read_runs, task_names
 from specbench.system.errors import UserError
-from specbench.system.files import finite, write_json
+from specbench.system.files import write_json
 from tests.support.messages import says
 from tests.support.samples import (
     PROVENANCE,
@@ -22,6 +22,7 @@ from tests.support.samples import (
     nothing,
     run_of,
     runs_of,
+    summarised,
     write_run,
     wrong,
 )
@@ -138,7 +139,7 @@ def test_a_record_that_lacks_something_is_told_in_one_line(tmp_path, name, capsy
 def test_a_folder_of_an_earlier_version_is_derived_from_its_records(tmp_path):
     """It knew no number of pools, its interval was a bootstrap's, and its share of hidden drafting another."""
     records = [answered(i, slow=1 + i % 4, accepted=[i % 6]) for i in range(12)]
-    today = finite(metrics.summary(records, FACTS, CONFIG))
+    today = summarised(records)
     older = without(changed(today, overall__speedup_low=1.9, tasks__qa__speedup_low=1.9), "overall", "pools")
     run_dir = write_run(tmp_path, "older", without(older, "tasks", "qa", "pools"), records=records)
     write_json(run_dir / store.FACTS, FACTS)
@@ -155,7 +156,7 @@ LACKING = [(store.FACTS, ("weights",)), (store.CONFIG, ("decoding", "temperature
 @pytest.mark.parametrize(("file", "path"), LACKING)
 def test_an_older_folder_that_lacks_a_fact_or_setting_is_left_out_and_named(tmp_path, file, path):
     """The others are read all the same."""
-    today = finite(metrics.summary([answered(1)], FACTS, CONFIG))
+    today = summarised([answered(1)])
     for name in ("good", "older"):
         run_dir = write_run(tmp_path, name, without(today, "overall", "mbsu"), records=[answered(1)])
         for where, content in ((store.FACTS, FACTS), (store.CONFIG, CONFIG)):
@@ -169,7 +170,7 @@ def test_an_older_folder_that_lacks_a_fact_or_setting_is_left_out_and_named(tmp_
 @pytest.mark.parametrize(("device", "processor"), [("cpu", "EPYC"), ("cuda:0", "H100")])
 def test_the_processor_of_an_older_folder_is_that_of_its_provenance(tmp_path, device, processor):
     facts, records = without(FACTS, "processor") | {"device": device}, [answered(1)]
-    today = finite(metrics.summary(records, FACTS, CONFIG))
+    today = summarised(records)
     origin = changed(PROVENANCE, machine__gpus=[{"name": "H100"}])
     run_dir = write_run(tmp_path, "older", without(today, "processor"), origin, records)
     write_json(run_dir / store.FACTS, facts)
@@ -184,7 +185,7 @@ def test_folders_that_tell_of_batches_alone_have_a_unit(tmp_path):
         found = run_of(tmp_path, unit, without(summary, "unit"))
         assert found.unit == unit and found.summary == summary
         records, facts = [answered(i) for i in range(2)], without(FACTS, "unit") | {"batched": flag}
-        today = finite(metrics.summary(records, FACTS | {"unit": unit}, CONFIG))
+        today = summarised(records, FACTS | {"unit": unit})
         run_dir = write_run(tmp_path, f"derived_{unit}", without(today, "overall", "mbsu"), records=records)
         write_json(run_dir / store.FACTS, facts)
         (run_dir / store.CONFIG).write_text(json.dumps(CONFIG))
@@ -193,24 +194,25 @@ def test_folders_that_tell_of_batches_alone_have_a_unit(tmp_path):
 
 def test_a_metric_of_ones_own_is_one_entry(tmp_path, monkeypatch):
     records = [answered(i) for i in range(3)]
-    run_dir = write_run(tmp_path, "older", finite(metrics.summary(records, FACTS, CONFIG)), records=records)
+    run_dir = write_run(tmp_path, "older", summarised(records), records=records)
     write_json(run_dir / store.FACTS, FACTS)
     (run_dir / store.CONFIG).write_text(json.dumps(CONFIG))
     monkeypatch.setitem(METRICS, "longest", Metric(lambda measured: int(measured.method["tokens"].max())))
     of_pools = Metric(lambda measured: 1, "pool")
     monkeypatch.setitem(METRICS, "of_pools", of_pools)
     monkeypatch.setitem(runs.NUMBERS, "longest", None)
-    summary = read_run(run_dir).summary
+    found = read_run(run_dir)
+    summary = found.summary
     assert summary["overall"]["longest"] == summary["tasks"]["qa"]["longest"] == 8
     assert summary["overall"]["of_pools"] is None
-    assert runs.summary_frame([read_run(run_dir)])["longest"].tolist() == [8, 8]
+    assert runs.summary_frame([found])["longest"].tolist() == [8, 8]
 
 
 @pytest.mark.first_fast
 @pytest.mark.parametrize("missing", [("overall", "mbsu"), ("tasks", "qa", "acceptance_rate"), ("weights",)])
 def test_a_number_that_is_newer_than_a_folder_is_made_of_its_records(tmp_path, missing):
     records = [answered(i, slow=1 + i % 4, accepted=[i % 6]) for i in range(12)]
-    today = finite(metrics.summary(records, FACTS, CONFIG))
+    today = summarised(records)
     run_dir = write_run(tmp_path, "older", without(today, *missing), records=records)
     write_json(run_dir / store.FACTS, FACTS)
     (run_dir / store.CONFIG).write_text(json.dumps(CONFIG))
@@ -257,7 +259,7 @@ def test_what_the_runner_writes_is_whole(tmp_path):
     for name, records in {"some": failed, "none": []}.items():
         for unit in ("question", "pool"):
             facts = FACTS | {"unit": unit}
-            summary = finite(metrics.summary(records, facts, CONFIG | {"batch_size": 2}))
+            summary = summarised(records, facts, CONFIG | {"batch_size": 2})
             found = run_of(tmp_path, f"{name}_{unit}", summary, records=records)
             assert found.summary == summary
 

@@ -45,7 +45,7 @@ def trained_model(arch: str, head: str) -> BlockModel:
     """One that learnt the answers of the tests of losslessness, so that it is right now and then."""
     pair = random_pair(arch)
     model = drafting_model(pair, head)
-    teach(BlockDistillation(model, StagedModel(pair.target), 8, 4.0, 0.0), model, arch, 40)
+    teach(BlockDistillation(model, StagedModel(pair.target), 8, 4.0, 0.0), model, arch, 30)
     return model.requires_grad_(False)
 
 

@@ -12,6 +12,7 @@ from functools import cache
 
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
 from specbench.config.compose import CONF, choices_of
@@ -90,9 +91,14 @@ def composed(name: str, *overrides: str) -> DictConfig:
     """
     values = [given for given in overrides if _is_value(given)]
     cfg = copy.deepcopy(_of_groups(name, tuple(given for given in overrides if given not in values)))
-    for value in OverridesParser.create().parse_overrides(values):
+    for value in map(_parsed, values):
         OmegaConf.update(cfg, value.key_or_group, value.value())
     return cfg
+
+
+@cache
+def _parsed(override: str) -> Override:
+    return OverridesParser.create().parse_override(override)
 
 
 def _is_value(override: str) -> bool:

@@ -9,11 +9,13 @@ from pathlib import Path
 import torch
 
 from methods.common.heads import DraftHead
+from methods.common.training import target_states
 from methods.eagle.chain import chained
 from methods.eagle.checkpoint import save_eagle
 from methods.eagle.layer import DraftingModel
 from methods.eagle.model import EagleModel, eagle_config
 from methods.kangaroo.adapter import Adapter, adapter_config, save_adapter
+from methods.states import key_of
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
@@ -21,6 +23,8 @@ from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import NORMED, Batch, Draft
 from tests.support.decoding import random_pair
 from tests.support.lossless import cases
+
+TAUGHT = 40  # tokens of each text at most, so that no short one is padded far
 
 
 def sorted_pair(arch: str, seed: int = 0, **overrides):
@@ -74,14 +78,23 @@ def randomise(model: torch.nn.Module, loud: str) -> None:
 
 
 def teach(module: torch.nn.Module, model: torch.nn.Module, arch: str, steps: int) -> None:
-    """Teaches a drafting model the answers of `lossless.cases`, by the loss of a batch that a module gives."""
+    """Teaches a drafting model the answers of `lossless.cases`, by the loss of a batch that a module gives.
+
+    The batch has the end of each text, with the target's states of it: no step computes these again.
+    """
     texts = [prompt + answer for prompt, _, _, answer in cases(arch)]
-    length = max(map(len, texts))
-    ids = torch.tensor([text + [0] * (length - len(text)) for text in texts])
-    weights = torch.tensor([[1.0] * len(text) + [0.0] * (length - len(text)) for text in texts])
+    longest = max(map(len, texts))
+    ids = torch.tensor([text + [0] * (longest - len(text)) for text in texts])
+    states = target_states(module.target, {"input_ids": ids}, {*model.taps, NORMED})
+    lengths = torch.tensor([len(text) for text in texts]).unsqueeze(1)
+    taught = min(TAUGHT, longest)
+    at = (lengths - taught).clamp(min=0) + torch.arange(taught)
+    batch = {"input_ids": ids.gather(1, at), "loss_weight": (at < lengths).float()}
+    rows = torch.arange(len(texts)).unsqueeze(1)
+    batch |= {key_of(tap): state[rows, at] for tap, state in states.items()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(steps):
-        loss = module({"input_ids": ids, "loss_weight": weights}) / length
+        loss = module(batch) / taught
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
