@@ -56,6 +56,29 @@ hypothesis.settings.register_profile("specbench", deadline=None, derandomize=Tru
 hypothesis.settings.load_profile("specbench")
 
 
+_parsed: dict[tuple[str | bytes, str], object] = {}
+_parse = yaml.load
+
+
+def _load_yaml(stream, Loader):  # noqa: N803 - as in the package
+    """As `yaml.load`; a text that was parsed before comes from memory.
+
+    Hydra parses the files of conf/ again for every configuration, which takes half of its time.
+    """
+    if Loader.__module__.partition(".")[0] not in ("yaml", "omegaconf"):
+        return _parse(stream, Loader)
+    text = stream if isinstance(stream, str | bytes) else stream.read()
+    key = (text, Loader.__qualname__)
+    if key not in _parsed:
+        if text is not stream:
+            stream.seek(0)  # an error names the file
+        _parsed[key] = _parse(stream, Loader)
+    return copy.deepcopy(_parsed[key])
+
+
+yaml.load = _load_yaml  # at once: tests are collected by what is in the files of conf/
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest chooses by markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks the further cases of `first_fast` and `one_in`, and skips what needs a GPU where there is none."""
@@ -111,28 +134,6 @@ def _known_machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         once = cache(source_sha256)
         for module in (run_folder, provenance):
             patch.setattr(module, "source_sha256", once)
-        yield
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _yaml_is_parsed_once() -> Iterator[None]:
-    """Hydra parses the files of conf/ again for every configuration: here a text that was parsed comes from memory."""
-    parsed: dict[tuple[str | bytes, str], object] = {}
-    parse = yaml.load
-
-    def load(stream, Loader):  # noqa: N803 - as in the package
-        if Loader.__module__.partition(".")[0] not in ("yaml", "omegaconf"):
-            return parse(stream, Loader)
-        text = stream if isinstance(stream, str | bytes) else stream.read()
-        key = (text, Loader.__qualname__)
-        if key not in parsed:
-            if text is not stream:
-                stream.seek(0)  # an error names the file
-            parsed[key] = parse(stream, Loader)
-        return copy.deepcopy(parsed[key])
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(yaml, "load", load)
         yield
 
 

@@ -13,14 +13,13 @@ from omegaconf import OmegaConf
 from specbench.data.questions import load_questions
 from specbench.measure.machine import speed
 from specbench.measure.machine.speed import Probes
-from specbench.measure.metrics import summary as metrics
 from specbench.measure.records import run_folder as store
 from specbench.system.errors import UserError
 from specbench.system.files import write_json
 from tests.support.messages import says
 from tests.support.pages import load_script
-from tests.support.samples import faster, run_of
-from tests.support.synthetic import CONFIG, FACTS, QUIET, passes, probed, record, slowed
+from tests.support.samples import faster, run_of, summarised
+from tests.support.synthetic import FACTS, QUIET, passes, probed, record, slowed
 
 
 @pytest.fixture
@@ -31,7 +30,7 @@ def figures() -> ModuleType:
 def phase(*probes: dict) -> dict:
     """`machine` of a summary with such probes; a quiet machine is the best known."""
     facts = FACTS | {"speed": {"machine": "EPYC", "best": QUIET}}
-    return {"machine": metrics.summary(probed(passes(1), *probes), facts, CONFIG)["machine"]}
+    return {"machine": summarised(probed(passes(1), *probes), facts)["machine"]}
 
 
 def test_a_slow_phase_is_marked_in_the_results(figures, tmp_path):

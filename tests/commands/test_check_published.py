@@ -15,6 +15,7 @@ from tests.support.messages import shown
 OVERALL = {"acceptance_length": 2.2, "acceptance_by_position": [0.65, 0.39]}
 
 
+@pytest.mark.first_fast
 @pytest.mark.parametrize("name", checks())
 def test_every_check_is_a_run(name):
     """Of MT-bench alone, with the drafter's checkpoint named, greedy or at a temperature."""

@@ -54,6 +54,7 @@ def test_defaults_follow_the_data_and_the_pair():
     assert resolved("data.max_new_tokens=7").decoding.max_new_tokens == 7
 
 
+@pytest.mark.first_fast
 @pytest.mark.parametrize("path", sorted(CONF.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_entry_point_composes(path):
     OmegaConf.resolve(composed(path.stem))

@@ -70,7 +70,9 @@ def test_any_acceptance_pattern(arch, tree):
     target = StagedModel(random_pair(arch).target)
     accepted = set()
     for seed, error in enumerate([0.0, 0.1, 0.3, 1.0]):
-        for prompt, cap, stop_ids, expected in cases(arch):
+        # Of drafts that are all right, or all wrong, a third of the cases shows what there is to see.
+        some = cases(arch) if 0 < error < 1 else cases(arch)[::3]
+        for prompt, cap, stop_ids, expected in some:
             oracle = Oracle(len(prompt), expected, target.vocab_size, seed, error, longest=8, tree=tree)
             answer = Engine(target, oracle, frozenset(stop_ids)).answer(prompt, SamplingParams(cap))
             assert answer.tokens == expected

@@ -169,7 +169,7 @@ def test_a_verified_token_has_the_bits_of_a_decoded_one(arch, dtype):
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("tokens", [81, MOST_TOKENS])
+@pytest.mark.parametrize("tokens", [pytest.param(81, marks=pytest.mark.slow), MOST_TOKENS])
 def test_a_token_has_its_bits_in_a_wide_pass_too(dtype, tokens):
     """As in the trees of Token Recycling, of 80 nodes."""
     model = copy.deepcopy(random_model("llama", 0, num_hidden_layers=2)).to(dtype)

@@ -226,7 +226,7 @@ class TestOwnDecoder:
         return random_pair("llama")
 
     @pytest.mark.parametrize("temperature", [0.0, 0.8])
-    @pytest.mark.parametrize("drafts", [False, True])
+    @pytest.mark.parametrize("drafts", [pytest.param(False, marks=pytest.mark.slow), True])
     def test_passes_are_the_rounds_of_the_engine(self, pair, drafts, temperature):
         def drafter() -> Drafter:
             return ModelChain(pair.draft) if drafts else Drafter()

@@ -46,7 +46,7 @@ def test_mbsu_of_a_fixed_draft_length(gamma, draft_bytes, shares, sequences):
     assert mbsu(found, FACTS["target_pass_bytes"]) == pytest.approx(tau / (1 + c * gamma))
 
 
-@settings(deadline=None, max_examples=6)
+@settings(deadline=None, max_examples=15)
 @given(questions())
 def test_acceptance_identities(records):
     found = overall(records)

@@ -148,7 +148,8 @@ def test_lossless(arch, tmp_path):
 
 
 def test_lossless_on_one_architecture(tmp_path):
-    assert_rounds_of_every_kind(assert_lossless("llama", drafter_of("llama", tmp_path)), partly=True)
+    steps = assert_lossless("llama", drafter_of("llama", tmp_path), third=0)
+    assert_rounds_of_every_kind(steps, partly=True)
 
 
 @pytest.mark.slow

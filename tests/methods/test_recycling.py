@@ -103,7 +103,7 @@ def test_the_table_after_every_round(prompt):
 
 
 def accepted(drafter, engine: Engine, prompt: list[int]) -> list[int]:
-    return [step.accepted for step in engine.answer(prompt, SamplingParams(40)).steps]
+    return [step.accepted for step in engine.answer(prompt, SamplingParams(24)).steps]
 
 
 def test_a_repeat_copies_nothing_unless_memory_is_kept():

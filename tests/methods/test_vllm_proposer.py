@@ -56,7 +56,9 @@ def prompts():
     return [random_prompt(rng, 12) for _ in range(4)]
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in ("pld, latest", "samd"))) for n in MAKERS]
+)
 def test_it_drafts_as_in_the_engine(pair, prompts, name):
     noted = Noted(MAKERS[name](pair))
     engine = Engine(pair.staged, noted, pair.stop_ids)

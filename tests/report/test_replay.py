@@ -23,6 +23,7 @@ from tests.support.samples import SUMMARY, changed, runs_of
 from tests.support.synthetic import generation, record, turn
 
 TOKENS, ANSWERS = 300, 30
+BRIEF = 80  # tokens of an answer where no figure must be precise
 COSTS = {0: 1.0, 1: 1.3, 2: 1.5, 4: 1.9, 6: 2.4}  # of a round by draft tokens
 
 
@@ -34,8 +35,8 @@ def guesses(seed: int = 0) -> list[np.ndarray]:
 
 
 def short() -> list[np.ndarray]:
-    """The beginnings of as many answers, where no figure must be precise."""
-    return [right[:80] for right in guesses()]
+    """The beginnings of as many answers."""
+    return [right[:BRIEF] for right in guesses()]
 
 
 def played(right: np.ndarray, length: int) -> list[dict]:
@@ -122,13 +123,13 @@ def test_a_replayed_speedup_is_against_the_baseline_that_the_run_is_quoted_again
 
 def test_a_replayed_speedup_is_over_as_many_tokens_as_the_baseline_gave():
     """Half as long a baseline takes half the decoding of both, as it does in a measured speedup."""
-    costs = listed_costs(mean_costs([Recorded(run(6))]))
-    full, cut = run(6), run(6)
+    costs, tokens = listed_costs(mean_costs([Recorded(run(6, of=short()))])), BRIEF
+    full, cut = run(6, of=short()), run(6, of=short())
     for one in cut.records:
         [plain] = one["turns"][0]["arms"]["baseline"]
-        plain |= {"tokens": plain["tokens"][: 1 + TOKENS // 2], "seconds": 0.1 + 0.01 * TOKENS / 2}
-    decoding = (0.1 + 0.01 * TOKENS) / play(Recorded(full), costs, Constant(4)).speedup - 0.1
-    expected = (0.1 + 0.01 * TOKENS / 2) / (0.1 + decoding / 2)
+        plain |= {"tokens": plain["tokens"][: 1 + tokens // 2], "seconds": 0.1 + 0.01 * tokens / 2}
+    decoding = (0.1 + 0.01 * tokens) / play(Recorded(full), costs, Constant(4)).speedup - 0.1
+    expected = (0.1 + 0.01 * tokens / 2) / (0.1 + decoding / 2)
     assert play(Recorded(cut), costs, Constant(4)).speedup == pytest.approx(expected)
 
 

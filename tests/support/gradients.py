@@ -9,20 +9,19 @@ from contextlib import contextmanager
 import torch
 
 
-def alive(widths: tuple[int, ...]) -> set[int]:
-    """The tensors [n, width] that are in use, by their ids."""
+def alive(widths: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """The shapes of the tensors [n, width] that are in use, but for those that were frozen."""
     gc.collect()
-    return {
-        id(one)
-        for one in gc.get_objects()
-        if type(one) is torch.Tensor and one.dim() == 2 and one.shape[1] in widths
-    }
+    tensors = [one for one in gc.get_objects() if type(one) is torch.Tensor]
+    return [tuple(one.shape) for one in tensors if one.dim() == 2 and one.shape[1] in widths]
 
 
 @contextmanager
 def no_distribution_stays(*widths: int) -> Iterator[None]:
     """Fails where a tensor [n, width] that was made inside is saved for a gradient, or held by what makes one."""
-    before, saved = alive(widths), []
+    saved = []
+    gc.collect()
+    gc.freeze()  # what there was before: neither searched nor, the second time, collected
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.dim() == 2 and tensor.shape[1] in widths:
@@ -31,7 +30,7 @@ def no_distribution_stays(*widths: int) -> Iterator[None]:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield
-    assert not saved and alive(widths) <= before
+    assert not saved and not alive(widths)
 
 
 def assert_same_gradients(model: torch.nn.Module, loss: torch.Tensor, expected: torch.Tensor) -> None:
