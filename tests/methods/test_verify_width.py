@@ -140,6 +140,7 @@ def test_generate_is_judged_by_the_noise_between_its_forward_and_ours(panels):
         drafter=Drafter(),
         spec=SimpleNamespace(unit="question"),
         served=None,
+        verify_tokens=8,
         answers=lambda arm, requests: engine.generate(requests),
     )
     certifier = Certifier(setup, SimpleNamespace(warm_up_requests=lambda tokens: warm_up))
