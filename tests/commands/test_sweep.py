@@ -21,7 +21,10 @@ from tests.support.commands import (
     start,
     wait_for,
 )
+from tests.support.folders import hurried  # noqa: F401 - a fixture
 from tests.support.models import save_pair
+
+pytestmark = pytest.mark.usefixtures("hurried")
 
 
 def states(cwd: Path) -> list[str]:

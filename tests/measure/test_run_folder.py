@@ -22,9 +22,12 @@ from specbench.measure.records.migrate import migrated
 from specbench.measure.records.source import MAKING, measuring_files, source_sha256
 from specbench.system.errors import UserError
 from specbench.system.files import read_json, write_json
+from tests.support.folders import hurried  # noqa: F401 - a fixture
 from tests.support.messages import says
 from tests.support.synthetic import CONFIG, FACTS, answered, full_disk, generation, record, turn
 from tests.test_imports import imported
+
+pytestmark = pytest.mark.usefixtures("hurried")
 
 
 @pytest.fixture

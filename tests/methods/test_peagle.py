@@ -26,6 +26,7 @@ from specbench.data.training import RECORD
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
+from specbench.decoding.state import Request
 from specbench.models.expansion import Expansion, expand_model
 from specbench.system.errors import UserError
 from tests.support import batches
@@ -141,23 +142,30 @@ def test_lossless_in_batches(scheduler, tmp_path):
 def test_a_batch_drafts_what_each_of_its_sequences_drafts_alone(tmp_path):
     """Also where they keep different numbers of tokens in a round."""
     pair, folder = random_pair("llama"), saved("llama", tmp_path)
-    model, uneven = trained_model("llama"), []
+    model, uneven, kept = trained_model("llama"), [], []
     drafter = ParallelEagle(pair, folder, AHEAD)
-    draft_of = drafter.draft
+    draft_of, commit_of = drafter.draft, drafter.commit
 
     def check(batch):
         draft = draft_of(batch)
+        k = draft.tokens.shape[1]
+        found = drafter.head.logits(drafter._outputs[: batch.size, :k])
         for row, sequence in enumerate(batch.sequences):
-            k = draft.tokens.shape[1]
             logits = filled(pair, model, sequence.tokens, AHEAD - 1)[:k]
             assert draft.tokens[row].tolist() == model.token_ids[logits.argmax(-1)].tolist()
+            torch.testing.assert_close(found[row], logits, atol=1e-3, rtol=1e-3)
         uneven.append(len({len(sequence.tokens) for sequence in batch.sequences}) > 1)
         return draft
 
-    drafter.draft = check
-    requests, _ = batches.cases("llama")
+    def commit(batch, verified):
+        kept.append(len({*verified.counts}) > 1)
+        commit_of(batch, verified)
+
+    drafter.draft, drafter.commit = check, commit
+    # What the model has learnt, so that some drafts are accepted and others are not.
+    requests = [Request(prompt, SamplingParams(cap)) for prompt, cap, *_ in cases("llama")[3:]]
     Engine(StagedModel(pair.target), drafter, frozenset(), RaggedBatch(4)).generate(requests)
-    assert sum(uneven) > 5
+    assert sum(uneven) > 5 and sum(kept) > 5
 
 
 @pytest.mark.slow

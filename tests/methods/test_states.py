@@ -35,7 +35,7 @@ CHANGES = ("seed=1", "taps=[1]", "top=3", "precision=bf16", "split=other")
 @pytest.fixture(autouse=True, scope="module")
 def _few_are_held_out() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(states, "HELD_OUT_ROWS", 8)
+        patch.setattr(states, "HELD_OUT_ROWS", 6)
         yield
 
 
@@ -44,7 +44,7 @@ def workplace(workplace) -> Path:
     """With so few conversations as show that rows are stored; all of them lie in `all.jsonl`."""
     lines = (workplace / TALKS).read_text().splitlines(keepends=True)
     (workplace / "all.jsonl").write_text("".join(lines))
-    (workplace / TALKS).write_text("".join(lines[:30]))
+    (workplace / TALKS).write_text("".join(lines[:18]))
     return workplace
 
 
