@@ -126,9 +126,7 @@ class GraphRunner(EagerRunner):
             return function(*inputs)
         by_shape = self._captured.setdefault(owner, {})
         key = key, *((tensor.shape, tensor.dtype) for tensor in inputs)
-        captured = by_shape.pop(
-            key, None
-        )  # it becomes the last one, and those not used for long are in front
+        captured = by_shape.pop(key, None)  # put back behind the others: in front is what was not used for long
         if captured is None:
             static_inputs = [tensor.clone(memory_format=torch.contiguous_format) for tensor in inputs]
             with within():
