@@ -141,28 +141,25 @@ class Certifier:
         if not same_draws or requests[arm].prompt != prompt:
             return Certificate(None, None, None, None)
 
-        def drawn(logits: torch.Tensor, token: int, index: int) -> float:
+        def margin(logits: torch.Tensor, token: int, index: int) -> float:
+            if decoding.greedy:
+                return greedy_margin(logits, [token])
             draws = position_draws(request.seed, decoding.max_new_tokens, 1, setup.pair.device)
             return drawn_margin(logits, token, decoding, float(draws[index, TARGET]))
 
         def margin_at(index: int, preferred: int, other: int) -> float:
             logits = next_logits(setup.target, prompt, first, index)
             return (
-                float(logits[preferred] - logits[other]) if decoding.greedy else drawn(logits, other, index)
+                float(logits[preferred] - logits[other]) if decoding.greedy else margin(logits, other, index)
             )
 
         def worst_after(answer: list[int], index: int) -> float:
             logits = forced_logits(setup.target, prompt, [*answer, 0], max(BLOCKS))
-            places = range(index + 1, len(answer))
-            if decoding.greedy:
-                margins = [greedy_margin(logits[i], [answer[i]]) for i in places]
-            else:
-                margins = [drawn(logits[i], answer[i], i) for i in places]
-            if (
-                answer[-1] not in stop_ids and len(answer) < decoding.max_new_tokens
-            ):  # what could have ended it?
-                margins.append(greedy_margin(logits[-1], sorted(stop_ids)) if decoding.greedy else math.inf)
-            return max(margins, default=0.0)
+            margins = [margin(logits[i], answer[i], i) for i in range(index + 1, len(answer))]
+            if answer[-1] not in stop_ids and len(answer) < decoding.max_new_tokens:
+                # Nothing has ended it but a stop token that an engine left out; a draw of one is not known.
+                margins.append(greedy_margin(logits[-1], stop_ids) if decoding.greedy else math.inf)
+            return max(margins, key=lambda one: math.inf if math.isnan(one) else one, default=0.0)
 
         judged = {arm} | ({BASELINE} if arm == HF else set())
         if setup.served is None or arm == AGAIN:

@@ -72,9 +72,8 @@ def test_a_pass_is_captured_once_and_what_it_gives_is_the_callers():
 def test_what_was_not_used_for_long_is_dropped_where_graphs_hold_too_much(monkeypatch):
     """The logits of a batch of trees take half a gigabyte, and a pool ends with many sizes of batches."""
     graphs, owner, number = PretendedRunner(), Memory(), torch.ones(4)
-    monkeypatch.setattr(
-        graphs_module, "HELD_BYTES", 2 * (16 + 16)
-    )  # two passes, with what they read and write
+    two = 2 * (16 + 16)  # bytes that two passes read and write
+    monkeypatch.setattr(graphs_module, "HELD_BYTES", two)
 
     def captures(key: str) -> int:
         graphs.run(owner, key, lambda given: [2 * given], number)

@@ -126,7 +126,8 @@ class GraphRunner(EagerRunner):
             return function(*inputs)
         by_shape = self._captured.setdefault(owner, {})
         key = key, *((tensor.shape, tensor.dtype) for tensor in inputs)
-        captured = by_shape.pop(key, None)  # put back behind the others: in front is what was not used for long
+        # It goes back behind the others: what was not used for long is in front.
+        captured = by_shape.pop(key, None)
         if captured is None:
             static_inputs = [tensor.clone(memory_format=torch.contiguous_format) for tensor in inputs]
             with within():
