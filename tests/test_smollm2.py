@@ -29,11 +29,11 @@ from specbench.measure.numeric_noise import forced_logits
 from specbench.models.packages import described
 from specbench.models.pairs import Pair, draft_of, load_pair, with_part
 from specbench.system.settings import WRAPPED
-from tests.conftest import USERS_CACHE
 from tests.support.commands import measure_here, run_main
 from tests.support.conf import composed, drafts, file_of, inline, is_scheduler, names
 from tests.support.decoding import generate_with_transformers
 from tests.support.lossless import plant_mask_off_by_one
+from tests.support.setup import USERS_CACHE
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 # Without instructions for bfloat16 a prompt takes many seconds; tests/methods/test_verify_width.py has small models.

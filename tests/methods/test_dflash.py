@@ -85,7 +85,7 @@ def test_a_markov_chain_is_corrected_by_the_token_in_front(tmp_path):
         return draft
 
     drafter.draft = check
-    Engine(StagedModel(pair.target), drafter, frozenset()).answer(PROMPT, SamplingParams(30))
+    Engine(StagedModel(pair.target), drafter, frozenset()).answer(PROMPT, SamplingParams(20))
     assert len(compared) > 4 and max(compared) == BLOCK
 
 
@@ -113,7 +113,7 @@ def test_a_selected_chain_is_chosen_among_the_likeliest_of_each_place(tmp_path):
         return draft
 
     drafter.draft = check
-    Engine(StagedModel(pair.target), drafter, frozenset()).answer(PROMPT, SamplingParams(30))
+    Engine(StagedModel(pair.target), drafter, frozenset()).answer(PROMPT, SamplingParams(20))
     assert len(compared) > 4 and {*compared} >= {BLOCK - 1} and any(changed)
 
 

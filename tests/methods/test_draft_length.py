@@ -196,8 +196,8 @@ def test_each_sequence_of_a_batch_has_a_length_of_its_own():
     """Of its drafts and of what is accepted of them: it fares as it does alone, drawn drafts included."""
     pair = random_pair("llama")
     drafter = VariableLength(SpeculativeSampling(pair, 6), Adaptive(6))
-    for decoding in (SamplingParams(16), SamplingParams(16, temperature=1.0)):
-        requests = [Request([*PROMPT[i:], 3 + i], decoding, seed=i) for i in range(5)]
+    for decoding in (SamplingParams(12), SamplingParams(12, temperature=1.0)):
+        requests = [Request([*PROMPT[i:], 3 + i], decoding, seed=i) for i in range(4)]
         alone = [
             Engine(StagedModel(pair.target), drafter, frozenset()).generate([one])[0] for one in requests
         ]

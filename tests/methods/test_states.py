@@ -6,6 +6,7 @@ import io
 import json
 import shutil
 from collections.abc import Iterator
+from functools import cache
 from itertools import islice
 from pathlib import Path
 
@@ -48,15 +49,20 @@ def workplace(workplace) -> Path:
     return workplace
 
 
+@cache
+def same(workplace: Path) -> list[str]:
+    """What the command that computes states is told as a trainer is."""
+    trainer = training_settings("train_kangaroo", workplace, workplace / "out", "exit_layer=2")
+    pair = [f"pair.target={trainer.pair.target}", f"pair.tokenizer={trainer.pair.tokenizer}"]
+    names = ("conversations", "length", "seed", "prompt_weight")
+    return [*pair, *(f"{name}={trainer[name]}" for name in names)]
+
+
 def settings(workplace, out, *more: str):
     """As `training_settings`, for the command that computes states."""
-    trainer = training_settings("train_kangaroo", workplace, out, "exit_layer=2")
-    own = [f"pair.target={trainer.pair.target}", f"pair.tokenizer={trainer.pair.tokenizer}"]
-    same = [f"{name}={trainer[name]}" for name in ("conversations", "length", "seed", "prompt_weight")]
     taps = f"taps={list(TAPS)}".replace(" ", "")
-    return composed(
-        "states", "pair.device=cpu", *own, *same, taps, "batch_size=2", "top=5", f"out={out}", *more
-    )
+    own = ("pair.device=cpu", taps, "batch_size=2", "top=5", f"out={out}")
+    return composed("states", *same(workplace), *own, *more)
 
 
 @pytest.fixture(scope="module")
