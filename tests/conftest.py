@@ -38,7 +38,7 @@ SLOW, SHARE = ("slow", "process", "cluster", "browser", "model"), 12
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Imports the set-up of every test, except in the process that only hands them out: its imports delay the workers."""
+    """Imports the set-up of every test, except in the process that only hands them out: workers would wait for it."""
     if config.getoption("dist", "no") == "no":
         config.pluginmanager.import_plugin("tests.support.setup")
 
