@@ -66,12 +66,15 @@ class Search:
     Attributes:
         columns: W of N - 1 tokens. The pending token takes the place of the first column's first one.
         pool: the n-grams.
-        rounds: how often the window has advanced.
+        advanced: how often each column has.
     """
 
     columns: list[tuple[int, ...]]
     pool: Pool
-    rounds: int = 0
+    advanced: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.advanced = [0] * len(self.columns)
 
     def go_on(self, pending: int, chosen: list[int]) -> None:
         """Gives each column, from the first one on, its next token.
@@ -83,20 +86,21 @@ class Search:
         firsts = [pending, *(column[0] for column in self.columns[1:])]
         for i, (first, token) in enumerate(zip(firsts, chosen)):
             column = (*self.columns[i][1:], token)
-            # At first columns hold tokens that the target did not choose.
-            if self.rounds >= len(column) - 1:
+            # At first columns hold tokens that the target did not choose; in front of one it may stand, as in theirs.
+            if self.advanced[i] >= len(column) - 1:
                 self.pool.add(first, column)
             self.columns[i] = column
-        self.rounds += 1
+            self.advanced[i] += 1
 
 
 class Lookahead(Drafter):
     """Drafts the n-grams of a pool, and fills the pool; see the module.
 
-    Not as in the authors' code: the window begins full, as in the paper, with random tokens of the prompt, none of
-    which enters the pool; n-grams with a common prefix share its nodes; a completely accepted n-gram gives N tokens,
-    where theirs leaves out the bonus token; when sampling, the draft is verified by the target's own draws, so the text
-    is that of autoregressive decoding. The window takes the likeliest tokens at any temperature, as theirs does.
+    Not as in the authors' code: the window begins full, as in the paper, with random tokens of the prompt, which enter
+    the pool only as the first tokens of its first n-grams; n-grams with a common prefix share its nodes; a completely
+    accepted n-gram gives N tokens, where theirs leaves out the bonus token; when sampling, the draft is verified by the
+    target's own draws, so the text is that of autoregressive decoding. The window takes the likeliest tokens at any
+    temperature, as theirs does.
 
     Args:
         pair: with the target.

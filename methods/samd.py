@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch.nn.functional import one_hot, pad
+from torch.nn.functional import pad
 
 from methods.ar import Autoregressive
 from methods.common.counted_trees import Counted
@@ -95,6 +95,7 @@ class SAMDecoding(WrappedDrafter):
     def open(self, slots: Slots, target: StagedModel) -> None:
         """Makes room for an automaton of each sequence."""
         self._texts = slots.values(SuffixAutomaton)
+        self._vocab = 0 if self.alone else target.vocab_size
         super().open(slots, target)
 
     def begin(self, slot: int, sequence: SequenceState, prefill: Prefill) -> None:
@@ -116,6 +117,9 @@ class SAMDecoding(WrappedDrafter):
             limits = [min(limit, self.inner.max_draft_tokens) for limit in batch.limits]
             inner_draft = self.inner.draft(replace(batch, limits=limits))
             draft = merged(draft, inner_draft, self._copies) if any(self._copies) else inner_draft
+        elif not self.deterministic and not batch.decoding.greedy:
+            # As beside drafts that are drawn: which rule accepts a token must not depend on the others of the batch.
+            draft.probs = surely(draft.tokens, draft.tokens.new_zeros(1, 1, self._vocab, dtype=torch.float32))
         draft.stats["copied"] = [int(copies) for copies in self._copies]
         return draft
 
@@ -152,6 +156,12 @@ def repeated(tokens: list[int], start: int, n: int) -> list[int]:
     return [tokens[start + i % period] for i in range(n)]
 
 
+def surely(tokens: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Distributions [b, k, vocab] of tokens [b, k] that have no other, of the vocabulary and type of [..., vocab]."""
+    probs = like.new_zeros(*tokens.shape, like.shape[-1])
+    return probs.scatter_(2, tokens.unsqueeze(2), 1.0)
+
+
 def merged(first: Draft, second: Draft, chosen: list[bool]) -> Draft:
     """One draft of two: that of the first for the sequences that are `chosen`, that of the second for the others.
 
@@ -180,7 +190,6 @@ def merged(first: Draft, second: Draft, chosen: list[bool]) -> Draft:
         tree = Tree.of(torch.where(from_first, parents(first), parents(second)))
     if second.probs is not None:  # a certain token was drawn from a distribution that has no other
         drawn = pad(second.probs, (0, 0, 0, k - second.tokens.shape[1]))
-        sure = one_hot(tokens, drawn.shape[-1]).to(drawn.dtype)
-        probs = torch.where(from_first.unsqueeze(2), sure, drawn)
+        probs = torch.where(from_first.unsqueeze(2), surely(tokens, drawn), drawn)
     candidates = torch.where(from_first, live(first), live(second)).squeeze(1)
     return replace(second, tokens=tokens, probs=probs, tree=tree, candidates=candidates)

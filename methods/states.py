@@ -37,7 +37,7 @@ from specbench.data.conversations import (
     watched,
 )
 from specbench.data.training import STATES as RECORD
-from specbench.data.training import data_of, questions_of
+from specbench.data.training import data_of, questions_of, training_pair
 from specbench.decoding.state import NORMED
 from specbench.models.pairs import Pair, load_pair
 from specbench.system.errors import UserError, file_errors, stoppable
@@ -160,7 +160,7 @@ def _write(cfg: DictConfig) -> Path:
     check_conversations(cfg)
     if cfg.conversations is None and cfg.tokens is None:
         raise UserError("a pair's own text does not end: say how much of it with tokens=1000000")
-    pair = load_pair(cfg.pair, cfg.seed, with_draft=False)
+    pair = load_pair(training_pair(cfg.pair), cfg.seed, with_draft=False)
     layers = pair.target.config.get_text_config().num_hidden_layers
     if wrong := [tap for tap in cfg.taps if not NORMED <= tap <= layers]:
         raise UserError(

@@ -18,10 +18,11 @@ if BUNDLED.is_dir():
 
 # What decides how threads compute and wait; every process of a run must have the same.
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000"}
 
 # OpenMP reads this once, when torch is imported. By default its idle threads spin for milliseconds; on a machine that
 # others use, too, a spinning thread keeps the one that all wait for from running, and passes take ten times as long.
 # Threads that sleep at once are woken for every product, which takes half as long again as a pass of a small model. So
 # they spin for a tenth of a millisecond (libgomp makes 100,000 rounds in one); other libraries let them sleep.
 if not any(name in os.environ for name in THREAD_VARIABLES[1:]):
-    os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000"}
+    os.environ |= WAITING

@@ -21,6 +21,7 @@ from specbench.data.conversations import (
     conversations,
     watched,
 )
+from specbench.data.training import training_pair
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.anatomy import rotary_of
@@ -172,8 +173,8 @@ def pair_to_train(cfg: DictConfig) -> Pair:
         pair = target_pair(cfg)
         pair.draft = cut_from(pair, cfg)
         return pair
-    pair_cfg = cfg.pair if cfg.draft is None else _changed(cfg.pair, draft=cfg.draft)
-    pair = load_pair(training_pair(pair_cfg), cfg.seed, with_draft=True)
+    pair_cfg = OmegaConf.merge(cfg.pair, {} if cfg.draft is None else {"draft": cfg.draft})
+    pair = load_pair(training_pair(cast("DictConfig", pair_cfg)), cfg.seed, with_draft=True)
     draft = draft_of(pair)
     if shares_embeddings(draft):  # copies: those of the target keep its dtype
         both: Any = draft.get_input_embeddings(), draft.get_output_embeddings()
@@ -264,16 +265,6 @@ def save_model(model: PreTrainedModel, pair: Pair, cfg: DictConfig, out: Path) -
     module.to(getattr(torch, cfg.save_dtype)).save_pretrained(out, state_dict=saved_weights(model))
     if cfg.pair.tokenizer is None and not shares_embeddings(model):
         pair.tokenizer.save_pretrained(out)
-
-
-def training_pair(pair_cfg: DictConfig) -> DictConfig:
-    """The pair as trainers load it: in bfloat16 where it is float16, in which gradients through the head vanish."""
-    return _changed(pair_cfg, dtype="bfloat16") if pair_cfg.dtype == "float16" else pair_cfg
-
-
-def _changed(cfg: DictConfig, **settings: object) -> DictConfig:
-    """A configuration with some of its settings changed."""
-    return cast("DictConfig", OmegaConf.merge(cfg, settings))
 
 
 def attention_sizes(target: StagedModel) -> dict[str, Any]:

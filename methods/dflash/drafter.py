@@ -65,7 +65,7 @@ class BlockDrafter(Drafter):
         self.taps = model.taps
         self.head = layers_head(pair, self.model, vocab_map, vocab_size)
         self.max_draft_tokens = max_draft_tokens or model.config.most_guesses
-        self._bytes = model.pass_bytes() + self.head.bytes
+        self._bytes = model.pass_bytes() + model.context_bytes + self.head.bytes
         self._places = self.max_draft_tokens + model.config.fills_in
 
     def open(self, slots: Slots, target: StagedModel) -> None:

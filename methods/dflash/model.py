@@ -233,6 +233,11 @@ class BlockModel(CachedLayer):
         assert self.confidence_head is not None
         return self.confidence_head.proj(torch.cat([states, before], dim=-1)).squeeze(-1)
 
+    @property
+    def context_bytes(self) -> int:
+        """Bytes of the projections of `context`, which the block's own pass reads once more."""
+        return sum(part.weight.nbytes for layer in self._attention for part in (layer.k_proj, layer.v_proj))
+
     def join(self) -> None:
         """Lays the projections of `context` side by side, for good: the weights do not change any more."""
         weight, bias = self._projections()

@@ -17,6 +17,7 @@ from methods.common.checkpoints import (
     write_checkpoint,
 )
 from methods.eagle.model import EagleModel, eagle_config
+from specbench.decoding.model.anatomy import check_rope
 from specbench.models.expansion import ADDED_ROW, Expansion
 from specbench.system.errors import UserError
 
@@ -65,7 +66,9 @@ def load_eagle(
     check_width(folder, WHAT, settings.get("hidden_size"), width)
     state.pop(IGNORED, None)
     check_embedding(folder, state.pop(EMBEDDING, None), target)
-    model = EagleModel(LlamaConfig(**settings | _layer_settings(settings, state)))
+    config = LlamaConfig(**settings | _layer_settings(settings, state))
+    check_rope(config)
+    model = EagleModel(config)
     fill(folder, WHAT, model, state)
     if expansion is not None:
         model = _expanded(model.float(), target_config, device, dtype, expansion)

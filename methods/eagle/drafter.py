@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from methods.common.dynamic_trees import Growth, most_nodes
-from methods.common.rank_trees import EAGLE_TREE, RankTrees, fill_with_likeliest
+from methods.common.rank_trees import EAGLE_TREE, RankTrees, checked_paths, fill_with_likeliest
 from methods.eagle.base import EagleDrafter
 from specbench.decoding.drafter import Needs
 from specbench.decoding.state import Batch, Draft
@@ -55,7 +55,9 @@ class Eagle(EagleDrafter):
     ):
         model, settings = _loaded(pair, weights)
         super().__init__(pair, model, vocab_map, vocab_size)
-        paths, rows = settings.get("tree") or EAGLE_TREE, self.head.rows
+        tree = settings.get("tree")
+        paths = checked_paths(tree, f"the tree in '{weights}'") if tree else EAGLE_TREE
+        rows = self.head.rows
         self.trees = RankTrees(paths, leaves_last=True, levels=max_draft_tokens, nodes=nodes, rows=rows)
         self.max_nodes, self.max_draft_tokens = self.trees.max_nodes, self.trees.depth
 

@@ -285,7 +285,7 @@ def _taps(
         )
     else:
         read = tuple(i + (layer_ids[0] == 1) for i in layer_ids)
-    if not 0 <= min(read) <= max(read) < layers:
+    if not read or not 0 <= min(read) <= max(read) < layers:
         raise UserError(
             f"{WHAT} in '{folder}' cannot be used: the depths of this target are 0 to {layers - 1} layers, not "
             f"{list(read)}"

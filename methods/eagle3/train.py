@@ -32,6 +32,7 @@ from methods.eagle.steps import StepDistillation
 from specbench.config.compose import program
 from specbench.data.conversations import watched
 from specbench.models.pairs import Pair
+from specbench.system.errors import UserError
 from specbench.system.settings import Count, Range
 
 if TYPE_CHECKING:
@@ -150,18 +151,32 @@ def _begin_like(midlayer: Any, layer: Any) -> None:
     midlayer.mlp.down_proj.weight.zero_()
 
 
+def _has_biases(layer: Any) -> bool:
+    """Whether a layer's attention has biases. Raises UserError where `_begin_like` cannot read it."""
+    attention = getattr(layer, "self_attn", None)
+    parts: list[Any] = [getattr(attention, f"{name}_proj", None) for name in "qvo"]
+    if None in (*parts, getattr(layer, "input_layernorm", None)):
+        raise UserError("this target's attention is not built like a Llama's: set like_layer=null")
+    return any(part.bias is not None for part in parts)
+
+
 VOCABULARY = {"draft_vocab": Count, "like_layer": Annotated[int, Range(0)] | None}
 
 
 def begin(cfg: DictConfig, pair: Pair, **variants: Any) -> tuple[Eagle3Model, str]:
     """A drafting model to train as configured, over the tokens that are said most, and how it begins."""
     check_like_layer(cfg.like_layer, pair.staged)
+    biased = False
+    if cfg.like_layer is not None:
+        biased = _has_biases(pair.staged.layers[cfg.like_layer])
     vocab = min(cfg.draft_vocab, pair.vocab_size)
     token_ids = frequent_ids(islice(batches(cfg, pair), COUNTED_BATCHES), vocab, pair.vocab_size)
     model = fresh_model(pair.staged, token_ids, cfg.like_layer, **variants)
     attention = "random weights"
     if cfg.like_layer is not None:
-        attention = f"attention of the target's layer {cfg.like_layer}"
+        attention = (
+            f"attention of the target's layer {cfg.like_layer}{' without its biases' if biased else ''}"
+        )
         attention += ", further layers silent" if model.depth > 1 else ""
     return model, f"{attention}, the target's norm and head"
 

@@ -46,7 +46,7 @@ class Medusa(StateHeads):
 
     def fill(self, batch: Batch, states: torch.Tensor, levels: Sequence[Level]) -> torch.Tensor:
         """Tokens [b, k] by the likeliest ones of each head."""
-        states = self.heads(states)[:, : len(levels)]
+        states = self.heads(states, len(levels))
         if self._output is None:
             logits = self.head.logits(states)
         else:
@@ -55,9 +55,9 @@ class Medusa(StateHeads):
         return torch.cat([likely[:, depth, level.ranks] for depth, level in enumerate(levels)], dim=1)
 
     def draft_bytes(self, levels: int) -> float:
-        """Those of all heads: their rows go through the target's head in one product."""
-        output = self.head.bytes if self._output is None else self._output.nbytes
-        return self.heads.weight.nbytes + self.heads.bias.nbytes + output
+        """Those of the first heads; where the output matrix is the target's, their rows share one product with it."""
+        output = self.head.bytes if self._output is None else self._output[:levels].nbytes
+        return self.heads.weight[:levels].nbytes + self.heads.bias[:levels].nbytes + output
 
     def export(self, folder: Path) -> None:
         """Writes the heads as vLLM reads them, which has chains of their likeliest tokens in place of the tree."""

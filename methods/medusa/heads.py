@@ -34,8 +34,9 @@ class MedusaHeads(torch.nn.Module):
         """How many there are."""
         return self.weight.shape[0]
 
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """States [..., d] after the target's final norm -> [..., K, d] for the output matrices."""
-        k, d = self.bias.shape
-        inner = torch.nn.functional.linear(states, self.weight.view(k * d, d), self.bias.view(-1))
+    def forward(self, states: torch.Tensor, first: int | None = None) -> torch.Tensor:
+        """States [..., d] after the target's final norm -> [..., K, d] for the output matrices, of the first heads."""
+        weight, bias = self.weight[:first], self.bias[:first]
+        k, d = bias.shape
+        inner = torch.nn.functional.linear(states, weight.view(k * d, d), bias.view(-1))
         return states.unsqueeze(-2) + silu(inner.view(*states.shape[:-1], k, d))

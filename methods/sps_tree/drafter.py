@@ -35,9 +35,9 @@ class DraftModelTree(SpeculativeSampling):
     Args:
         pair: with a draft model.
         tree: folder of a counted tree, which `methods.sps_tree.train` makes.
-        max_draft_tokens: most levels of the counted tree, each of which costs a pass; None: all.
-        nodes: most nodes of these levels, the most frequently correct ones first; None: all.
-        shape: children of each node, level by level, in place of the counted tree; the whole shape is drafted. None
+        max_draft_tokens: most levels of the tree, each of which costs a pass; None: all.
+        nodes: most nodes of these levels, of a counted tree the most frequently correct ones; None: all.
+        shape: children of each node, level by level, in place of the counted tree. None
             without a counted tree: SpecInfer's 1, 1, 3, 1, 1, 1, 1, 1.
         sampling: how the children of a node are chosen when sampling. "distinct": drawn without replacement
             (Sequoia). "independent": drawn independently, so that a token may come twice (SpecInfer). "likeliest":
@@ -62,12 +62,9 @@ class DraftModelTree(SpeculativeSampling):
     ):
         super().__init__(pair, vocab_map=vocab_map, vocab_size=vocab_size)
         rows = self.head.rows
-        if shape is not None or tree is None:
-            paths = shaped(SHAPE if shape is None else shape)
-            self.trees = RankTrees(paths, leaves_last=True, rows=rows)
-        else:
-            paths = load_tree(tree)
-            self.trees = RankTrees(paths, leaves_last=True, levels=max_draft_tokens, nodes=nodes, rows=rows)
+        counted = None if tree is None or shape is not None else load_tree(tree)
+        paths = counted or shaped(shape or SHAPE)
+        self.trees = RankTrees(paths, leaves_last=True, levels=max_draft_tokens, nodes=nodes, rows=rows)
         self.max_nodes, self.max_draft_tokens = self.trees.max_nodes, self.trees.depth
         self.sampling, self.deterministic = sampling, sampling == "likeliest"
         if not self.deterministic:

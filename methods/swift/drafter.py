@@ -114,8 +114,9 @@ class Swift(Drafter):
                 width = next((width for above, width in WIDTHS if sure > above), WIDEST)
                 chosen = [int(token) for token in likeliest[:width]]
                 parents[i] += [ends[i]] * len(chosen)
-                ends[i], going[i] = len(tokens[i]), sure >= self.confidence_threshold
+                ends[i] = len(tokens[i])
                 tokens[i] += chosen
+                going[i] = sure >= self.confidence_threshold and len(tokens[i]) < batch.max_nodes
         limit = batch.max_nodes
         draft = Draft.of(
             [nodes[:limit] for nodes in tokens], batch.tokens.device, [nodes[:limit] for nodes in parents]

@@ -95,6 +95,11 @@ def are_unlikely(p_values: list[float]) -> bool:
     return any(p * len(p_values) < UNLIKELY for p in p_values)
 
 
+def _is_off(arm: Arm) -> bool:
+    """Whether the referee does not find drawn answers likely; NaN, of logits that are none, is no approval."""
+    return not abs(arm.surprise) <= SURPRISE
+
+
 def _facts_of(arm: Arm, drawn: bool) -> dict[str, Any]:
     """What was found of an arm, for a program to read."""
     facts: dict[str, Any] = {
@@ -107,7 +112,7 @@ def _facts_of(arm: Arm, drawn: bool) -> dict[str, Any]:
             "logprob": arm.logprob,
             "surprise": arm.surprise,
             "wrong_ends": arm.wrong_ends,
-            "wrong": abs(arm.surprise) > SURPRISE or arm.wrong_ends > 0,
+            "wrong": _is_off(arm) or arm.wrong_ends > 0,
         }
     departures = [(one.answer.name, arm.verdict(one), arm.departure(one)) for one in arm.judged]
     return facts | {
@@ -144,7 +149,7 @@ def _drawn_table(arms: list[Arm], pairs: dict[str, Likelihoods | None]) -> Table
     """How likely the tokens of each arm are."""
     table = Table("", "answers", "tokens", "mean log p", "standard errors off", "beside plain, by prompt")
     for arm in arms:
-        off = f"{arm.surprise:+.1f}" + ("  violation" if abs(arm.surprise) > SURPRISE else "")
+        off = f"{arm.surprise:+.1f}" + ("  violation" if _is_off(arm) else "")
         off += f"  violation: {arm.wrong_ends} do not end where they should" if arm.wrong_ends else ""
         pair = pairs.get(arm.name)
         beside = ""

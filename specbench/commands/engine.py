@@ -4,34 +4,30 @@ from __future__ import annotations
 
 import sys
 
-import yaml
-
-from specbench import CONF
+from specbench.config.compose import compose_arguments
 from specbench.engines.environments import make_environment
-from specbench.system.errors import UserError, one_line_errors, suggest
+from specbench.system.errors import UserError, one_line_errors
+from specbench.system.settings import plain
 
-USAGE = "usage: specbench engine install NAME"
+USAGE = "usage: specbench engine install NAME [engine.install.requirements=[...]]"
 
 
 @one_line_errors()
 def main() -> int:
     """Does what the command line says; returns the exit code."""
-    if len(sys.argv) != 3 or sys.argv[1] != "install":
+    if len(sys.argv) < 3 or sys.argv[1] != "install":
         raise UserError(USAGE)
-    print(make_environment(sys.argv[2], content_of(sys.argv[2])))
+    _, _, name, *overrides = sys.argv
+    print(make_environment(name, content_of(name, overrides)))
     return 0
 
 
-def content_of(name: str) -> dict:
-    """What an engine's environment holds. Raises UserError for an engine that has none."""
-    groups = {
-        path.stem: yaml.safe_load(path.read_text(encoding="utf-8"))
-        for path in sorted((CONF / "engine").glob("*.yaml"))
-    }
-    installable = {key: group["install"] for key, group in groups.items() if "install" in group}
-    if name not in installable:
-        raise UserError(f"unknown engine '{name}': {suggest(name, installable)}")
-    return installable[name]
+def content_of(name: str, overrides: list[str] | None = None) -> dict:
+    """What an engine's environment holds, as a run with these overrides has it. Raises UserError where it has none."""
+    engine = compose_arguments("bench", [f"engine={name}", *(overrides or [])]).engine
+    if not engine or not engine.get("install"):
+        raise UserError(f"engine {name} has no environment of its own: there is nothing to install")
+    return plain(engine.install)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ def _models(cfg: DictConfig) -> Iterator[tuple[str, Path]]:
     write = as_gguf if cfg.form == "gguf" else as_folder
     for what, model in (("target", pair.target), ("draft", pair.draft)):
         if model is not None:
-            yield what, write(model, pair.tokenizer, f"{pair.name}-{what}")
+            yield what, write(model, pair.exported_tokenizer, f"{pair.name}-{what}")
 
 
 def _part(cfg: DictConfig) -> Iterator[tuple[str, Path]]:

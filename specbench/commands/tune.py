@@ -55,7 +55,8 @@ class Tuner:
         base = trial_config(overrides)
         folder = study_folder(base, str(space))
         with lock_folder(folder, "tuned"):
-            study = open_study(optuna, folder, own_settings(base, space))
+            began_with = own_settings(base, space)
+            study = open_study(optuna, folder, began_with)
             while (number := len(ended(study))) < cfg.trials:
                 # Not the same seed for a study that goes on: it would draw the same settings again.
                 seed = (cfg.seed + len(study.trials)) % 2**32  # more bits NumPy does not take
@@ -72,7 +73,7 @@ class Tuner:
             measured = [o for o in overrides if not is_own(o)]
             if not any(o.startswith("settings=") for o in measured):
                 measured.append(f"settings={cfg.settings}")  # a run alone would have the tuned ones
-            self.failed = report(study, folder, measured)
+            self.failed = report(study, folder, measured, began_with.keys() == space.keys())
 
 
 # -- a trial
@@ -144,6 +145,8 @@ def own_settings(base: DictConfig, space: dict) -> dict:
         value = OmegaConf.select(base, key)
         value = value.name if isinstance(value, DictConfig) else value  # a group: the name of its choice
         if hasattr(among, "choices"):
+            if value is None and "null" in among.choices:
+                value = "null"
             allowed = value in among.choices
         else:
             value = among.high if value is None else value
@@ -175,7 +178,10 @@ def study_folder(base: DictConfig, space: str) -> Path:
 
 
 def open_study(optuna: Any, folder: Path, first: dict) -> Any:
-    """Optuna's study. A new one begins with the settings `first`, another one with a trial that was interrupted."""
+    """Optuna's study. A new one begins with the settings `first`, another one with a trial that was interrupted.
+
+    Where `first` lacks some that the search does not reach, Optuna draws these.
+    """
     study = optuna.create_study(
         storage=f"sqlite:///{folder / 'study.db'}",
         study_name="tune",
@@ -197,8 +203,15 @@ def ended(study: Any) -> list:
     return sorted(done, key=lambda trial: float("inf") if trial.value is None else -trial.value)
 
 
-def report(study: Any, folder: Path, overrides: list[str]) -> int:
-    """Prints all trials, the best first, and the command that measures the best one; returns how many failed."""
+def report(study: Any, folder: Path, overrides: list[str], began_with_own: bool) -> int:
+    """Prints all trials, the best first, and the command that measures the best one; returns how many failed.
+
+    Args:
+        study: with its trials.
+        folder: of their runs.
+        overrides: of a run with the settings that are not searched.
+        began_with_own: whether the first trial had the settings that the method has by itself, all of them.
+    """
     from specbench.report import cells, tables  # late, as above
     from specbench.report.runs import read_run
 
@@ -213,7 +226,7 @@ def report(study: Any, folder: Path, overrides: list[str]) -> int:
         out.print(Text(line, style="red"), soft_wrap=True)
     if not scored:
         raise UserError(f"none of the {len(trials)} trials succeeded")
-    ranks = [rank for rank, trial in enumerate(scored, start=1) if trial.number == 0]
+    ranks = [rank for rank, trial in enumerate(scored, start=1) if began_with_own and trial.number == 0]
     remark = f"the settings it began with came {ranks[0]} of {len(scored)}; " if ranks else ""
     print(f"{remark}chance flatters the best, so measure it on the test questions:")
     best = ["python", "-m", "specbench", "run", *overrides, *as_overrides(scored[0].params)]

@@ -75,6 +75,14 @@ def model_name(path: str | None, default: str) -> str:
 OmegaConf.register_new_resolver("model_name", model_name, replace=True)
 
 
+def only_of(model: str | None, usual: str, value: Any) -> Any:
+    """`${only_of:${.draft},MODEL,2}`: a setting that belongs to a pair's own model; null where another one is named."""
+    return value if model == usual else None
+
+
+OmegaConf.register_new_resolver("only_of", only_of, replace=True)
+
+
 # -- tuned settings: conf/tuned/PAIR/METHOD.yaml
 
 

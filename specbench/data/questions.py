@@ -119,11 +119,10 @@ def _stratified(questions: list[Question], task: str, limit: int) -> list[Questi
 
 def _of_split(folder: Path, data: Mapping, source: str) -> Path:
     """The file of `data.split` in a folder."""
-    files = {
-        (file.parent.name if file.parent != folder else file.stem): file
-        for file in sorted((*folder.glob("*"), *folder.glob("*/*")))
-        if file.suffix in SUFFIXES
-    }
+    files: dict[str, list[Path]] = {}
+    for file in sorted((*folder.glob("*"), *folder.glob("*/*"))):
+        if file.suffix in SUFFIXES:
+            files.setdefault(file.parent.name if file.parent != folder else file.stem, []).append(file)
     split = data.get("split")
     if split not in files:
         lacks = f"has no split {split}" if split else "is a folder"
@@ -133,7 +132,11 @@ def _of_split(folder: Path, data: Mapping, source: str) -> Path:
             else f"it holds no {' or '.join(SUFFIXES)}"
         )
         raise UserError(f"{source}: {folder} {lacks}: {there}")
-    return files[split]
+    if len(files[split]) > 1:
+        raise UserError(
+            f"{source}: split {split} of {folder} is {len(files[split])} files: join them, or name one as {source}"
+        )
+    return files[split][0]
 
 
 def _existing(path: str | Path, source: str) -> Path:

@@ -12,9 +12,10 @@ import shutil
 from contextlib import contextmanager, nullcontext
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from omegaconf import OmegaConf
 from safetensors import SafetensorError
 from tqdm import tqdm
 
@@ -246,11 +247,21 @@ def stages_of(folder: str | Path | None) -> list[dict]:
 
 
 def data_of(cfg: DictConfig) -> str:
-    """What identifies the text of a training: a file's sha256, a data set's name, or the function of a stream."""
+    """What identifies a training's text: a file's sha256, a data set's name and split, or a stream's settings."""
     if cfg.conversations is None:
-        return cfg.pair.training["_target_"]
+        settings = plain(cfg.pair.training)
+        name = settings.pop("_target_")
+        return (
+            f"{name}({', '.join(f'{key}={value}' for key, value in settings.items())})" if settings else name
+        )
     path = Path(cfg.conversations)
-    return f"sha256:{file_sha256(path)}" if path.is_file() else cfg.conversations
+    return f"sha256:{file_sha256(path)}" if path.is_file() else f"{cfg.conversations}:{cfg.split}"
+
+
+def training_pair(pair_cfg: DictConfig) -> DictConfig:
+    """The pair as trainers load it: in bfloat16 where it is float16, in which gradients through the head vanish."""
+    changed = {"dtype": "bfloat16"} if pair_cfg.dtype == "float16" else {}
+    return cast("DictConfig", OmegaConf.merge(pair_cfg, changed))
 
 
 def questions_of(cfg: DictConfig) -> str | None:

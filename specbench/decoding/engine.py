@@ -18,7 +18,7 @@ import torch
 from specbench.decoding.acceptance import Accepted, accept_at_once
 from specbench.decoding.device import move_slots, on_device, span
 from specbench.decoding.model.fixed_shape import rounded_up
-from specbench.decoding.sampling import TARGET, SamplingParams, check_sampled, position_draws
+from specbench.decoding.sampling import TARGET, SamplingParams, check_numbers, check_sampled, position_draws
 from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.slots import Slots
 from specbench.decoding.state import Batch, Draft, Request, SequenceState, Verified
@@ -192,6 +192,7 @@ class Engine:
             drafter.commit(batch, verified)
         for slot, one in enumerate(running):
             if one.done:
+                check_numbers(logits[slot, :1])
                 self._end(slot, one)
         layer = draft.resume.layer if draft.resume is not None else 0
         self._last = clock.mark()
@@ -325,6 +326,7 @@ class Engine:
         prefill = self.target.prefill(prompt, self._layout.prefill_view(slot, n), self.drafter.taps)
         draw = None if self._uniforms is None else self._uniforms[slot, n : n + 1, TARGET]
         first, _ = request.decoding.select(prefill.logits, draw)
+        check_numbers(prefill.logits)
         self._tokens[slot, n : n + 1] = first
         one.tokens += check_sampled(first.tolist())
         try:

@@ -90,11 +90,13 @@ class RaggedLayout:
         """The pass of `n` tokens that follow one another from the position `starts` [b] of each sequence on.
 
         Args:
-            starts: [b].
+            starts: [b]; below 0 the first token of a sequence is written again, as `Batch.window` reads it.
             n: tokens of each sequence.
             kv_len: a bound on all positions, exclusive.
         """
         positions, held = span(starts, n), self._entries[:, :kv_len]
+        if n > 1:  # a sequence may have fewer tokens than its draft model lacks of another
+            positions = positions.clamp_(min=0)
         return ForwardContext(kv_len, self.cache.indices(positions), None, positions, held)
 
     def held_by(self, batch: Lengths, i: int) -> torch.Tensor:

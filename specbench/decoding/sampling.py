@@ -17,6 +17,7 @@ from specbench.system.settings import TOKEN
 # What a number is for: the target's draw, acceptance; the drafter's draws come after them.
 TARGET, ACCEPT = range(2)
 NOT_DRAWN = -1  # in place of a token, where there was no distribution to draw it from
+NO_NUMBERS = "are NaN or infinite; set pair.dtype to bfloat16 or float32 where it is float16"
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +121,16 @@ def check_sampled(tokens: list[int]) -> list[int]:
     """
     if NOT_DRAWN in tokens:
         raise UserError(
-            "a token cannot be drawn: the logits of the target or of the draft model are NaN or infinite; "
-            "set pair.dtype to bfloat16 or float32 where it is float16"
+            f"a token cannot be drawn: the logits of the target or of the draft model {NO_NUMBERS}"
         )
     return tokens
+
+
+def check_numbers(logits: torch.Tensor) -> None:
+    """Raises UserError where logits hold NaN, of which a greedy choice is some token without a word.
+
+    NaN stay in the cache, so that all later logits of a sequence hold them: it is enough to look where it begins and
+    ends.
+    """
+    if logits.isnan().any():
+        raise UserError(f"no token can be chosen: the logits of the target {NO_NUMBERS}")

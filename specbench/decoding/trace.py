@@ -21,10 +21,11 @@ class Step:
         accepted: draft tokens that became part of the output. A stop token inside the draft ends the count.
         emitted: tokens the round added to the output, the target's own (bonus) token included.
         depth: draft tokens on the longest path that could have been accepted (equals drafted for a chain), or None.
-        draft_seconds: drafting. In a batch all seconds are this sequence's share of the round, one in `sequences`. NaN
-            where another engine, which shows whole rounds alone, decodes: `other_seconds` is then all of the round.
+        draft_seconds: drafting, but for what a drafter computes once the draft is verified. In a batch all seconds are
+            this sequence's share of the round, one in `sequences`. NaN where another engine, which shows whole rounds
+            alone, decodes: `other_seconds` is then all of the round.
         verify_seconds: verifying.
-        other_seconds: the rest: acceptance, roll-back, commit.
+        other_seconds: the rest: acceptance, roll-back, commit, the drafter's passes over accepted tokens included.
         draft_bytes: bytes of weights read by the drafter's passes; in a batch of the whole passes. None: not known.
         target_bytes: likewise those read by the target's verification pass.
         sequences: that shared the round.

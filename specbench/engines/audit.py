@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from functools import cached_property
@@ -68,7 +69,21 @@ def read_answers(path: Path, pair: Pair) -> list[Answered]:
                 raise UserError(f"{path}, line {number}: {error}") from error
     if not answers:
         raise UserError(f"'{path}' holds no answers")
+    _warn_of_lacking_begin(path, [answer.prompt for answer in answers], pair)
     return answers
+
+
+def _warn_of_lacking_begin(path: Path, prompts: list[list[int]], pair: Pair) -> None:
+    """Says so where prompts lack a token that the tokenizer puts in front of a text: most engines add it to texts."""
+    tokenizer: Any = pair.tokenizer
+    added = tokenizer("").input_ids[:1]
+    lacking = sum(prompt[:1] != added for prompt in prompts) if added == [tokenizer.bos_token_id] else 0
+    if lacking:
+        print(
+            f"{path}: {lacking} of {len(prompts)} prompts do not begin with {tokenizer.bos_token}, which many engines "
+            "add to a text: answers to other prompts would count as violations; give token ids, or a text that has it",
+            file=sys.stderr,
+        )
 
 
 def _read(line: Any, number: int, pair: Pair) -> Answered:

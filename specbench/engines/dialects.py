@@ -52,6 +52,7 @@ class Reply:
         cached_tokens: of them, those that it remembered instead; None: it does not say.
         echoed: the settings that it says it used, by the names of `SamplingParams` and `Request`.
         tops: by place, log-probabilities by id, where they were asked for.
+        complete: adds what the stream left out, which takes another request, not to be timed; None: it has all.
     """
 
     passes: list[TargetPass] = field(default_factory=list)
@@ -60,6 +61,7 @@ class Reply:
     cached_tokens: int | None = None
     echoed: dict[str, Any] = field(default_factory=dict)
     tops: list[dict[int, float]] = field(default_factory=list)
+    complete: Callable[[], None] | None = None
 
     @property
     def tokens(self) -> list[int]:
@@ -101,7 +103,6 @@ def llama_cpp(url: str, request: Request, stops: frozenset[int], timeout: float,
 
     Raises:
         EngineError: The server fails, or its counts do not fit its tokens.
-        UserError: Token ids are left out of the stream, and the answer without a stream is another one.
     """
     decoding = request.decoding
     body = {
@@ -143,10 +144,18 @@ def llama_cpp(url: str, request: Request, stops: frozenset[int], timeout: float,
     else:
         if not (seen and seen[-1].token in stops):
             raise EngineError("the stream ended before the answer did")
-    if predicted > len(seen) > 0:
-        seen = _completed(seen, _unstreamed(url, body, stops, timeout))
-    reply.passes = _passes_of_tokens(seen)
-    reply.tops = [one.top for one in seen] if tops else []
+
+    def take(every: list[SentToken]) -> None:
+        reply.passes = _passes_of_tokens(every)
+        reply.tops = [one.top for one in every] if tops else []
+
+    def complete() -> None:
+        """Raises UserError where the answer without a stream is another one."""
+        take(_completed(seen, _unstreamed(url, body, stops, timeout)))
+        reply.complete = None
+
+    take(seen)
+    reply.complete = complete if predicted > len(seen) > 0 else None
     return reply
 
 

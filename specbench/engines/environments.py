@@ -23,17 +23,21 @@ COMPLETE = "installed"  # a file that says that an environment is complete
 REQUIRES = "import importlib.metadata as m, json, sys; print(json.dumps(m.requires(sys.argv[1]) or []))"
 
 
-def environment(name: str, install: Mapping) -> Path:
+def environment(install: Mapping) -> Path:
     """Where the environment of an engine lies: one for each content, as `conf/engine/NAME.yaml` has it in `install`."""
     digest = hashlib.sha256(json.dumps(dict(install), sort_keys=True).encode()).hexdigest()[:8]
-    return cache_folder() / "engines" / f"{name}-{digest}"
+    return cache_folder() / "engines" / f"{_name(install['requirements'][-1])}-{digest}"
 
 
 def interpreter(name: str, install: Mapping) -> Path:
     """The Python of an engine's environment. Raises UserError where it was not installed."""
-    folder = environment(name, install)
+    folder = environment(install)
     if not (folder / COMPLETE).exists():
-        raise UserError(f"engine {name} is not installed: run `specbench engine install {name}`")
+        named = ", ".join(install["requirements"])
+        raise UserError(
+            f"engine {name} is not installed, as {named}: run `specbench engine install {name}`, with the settings "
+            "engine.install.* of the run, if it has any"
+        )
     return folder / "bin" / "python"
 
 
@@ -51,7 +55,7 @@ def make_environment(name: str, install: Mapping) -> Path:
     Raises:
         UserError: pip cannot install what it requires.
     """
-    folder = make_folder(environment(name, install))
+    folder = make_folder(environment(install))
     *first, last = install["requirements"]
     without = set(install.get("without") or ())
     with lock_folder(folder, "installed", wait=True):

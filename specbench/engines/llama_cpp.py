@@ -60,7 +60,9 @@ class LlamaCpp(ServedEngine):
         self.version = install["requirements"][-1]
         self.same_weights = target is None
         of_target = (
-            existing_file(target) if target else as_gguf(pair.target, pair.tokenizer, f"{pair.name}-target")
+            existing_file(target)
+            if target
+            else as_gguf(pair.target, pair.exported_tokenizer, f"{pair.name}-target")
         )
         every = {
             "model": {"path": str(of_target)},
@@ -73,7 +75,7 @@ class LlamaCpp(ServedEngine):
         drafts = dict(speculative[drafter["name"]])
         of_draft = existing_file(draft) if draft else None
         if of_draft is None and pair.draft is not None:
-            of_draft = as_gguf(pair.draft, pair.tokenizer, f"{pair.name}-draft")
+            of_draft = as_gguf(pair.draft, pair.exported_tokenizer, f"{pair.name}-draft")
         if of_draft is not None:
             threads_of_it = {"cpuparams": {"n_threads": threads}, "cpuparams_batch": {"n_threads": threads}}
             drafts["draft"] = {"mparams": {"path": str(of_draft)}, **threads_of_it, **drafts.get("draft", {})}

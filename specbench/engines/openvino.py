@@ -109,7 +109,7 @@ class OpenVINO(ServedEngine):
 
 
 def _as_file(pair: Pair, model: PreTrainedModel, what: str) -> Path:
-    return as_gguf(model, pair.tokenizer, f"{pair.name}-{what}", KIND, PRE_TOKENIZER)
+    return as_gguf(model, pair.exported_tokenizer, f"{pair.name}-{what}", KIND, PRE_TOKENIZER)
 
 
 def _fits(model: PreTrainedModel) -> bool:

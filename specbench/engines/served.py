@@ -35,6 +35,7 @@ RESTARTS = 3  # of a server in a run, before it is given up
 REMEMBERS = (
     0.9  # of the passes of first answers: with fewer for the same answers again, drafts come from memory
 )
+MERGED = 0.25  # of the plain server's passes: where more seem to give several tokens it drafts, and is not just busy
 PLAIN, SPECULATIVE = "plain", "speculative"
 
 
@@ -127,7 +128,7 @@ class ServedEngine:
 
     def tops(self, request: Request) -> tuple[list[int], list[dict[int, float]]]:
         """An answer of the plain server, and log-probabilities by id at each place; of none where it gives none."""
-        reply = self._reply(PLAIN, request, tops=True)
+        reply = self._whole_reply(PLAIN, request, tops=True)
         return reply.tokens, reply.tops
 
     def close(self) -> None:
@@ -142,15 +143,18 @@ class ServedEngine:
         if at_once == 1:
             answers = []
             for request in requests:
-                answers.append(self._answer(name, request))
+                answers.append(self._generation(name, *self._answer(name, request), request))
                 yield len(answers[-1].tokens)
             return answers
         starts = None
         while starts != self.servers[name].starts:  # once more where a restart lies within the time
             starts, begun = self.servers[name].starts, time.perf_counter()
             with ThreadPoolExecutor(at_once) as pool:
-                answers = [*pool.map(partial(self._answer, name, several=True), requests)]
-            seconds = time.perf_counter() - begun
+                replies = [*pool.map(partial(self._answer, name, several=True), requests)]
+        seconds = max(reply.ended for reply, _ in replies) - begun
+        answers = [
+            self._generation(name, *reply, request, several=True) for reply, request in zip(replies, requests)
+        ]
         tokens = sum(len(answer.tokens) for answer in answers)
         yield tokens
         # Which requests shared a pass the server does not tell, and so not what it read for each.
@@ -170,8 +174,11 @@ class ServedEngine:
             for answer in answers
         ]
 
-    def _answer(self, name: str, request: Request, several: bool = False) -> Generation:
-        """One answer, of several at once or alone; a server that fails is started again, once for each answer."""
+    def _answer(self, name: str, request: Request, several: bool = False) -> tuple[Reply, float]:
+        """An answer, of several at once or alone, and when it was asked for.
+
+        A server that fails is started again, once for each answer.
+        """
         server = self.servers[name]
         starts = server.starts
         try:
@@ -190,9 +197,26 @@ class ServedEngine:
             self.faults.append(f"{name}, once more: {error}")
             raise UserError(f"the {name} server failed twice: {error}") from error
 
-    def _timed(self, name: str, request: Request, several: bool) -> Generation:
+    def _timed(self, name: str, request: Request, several: bool) -> tuple[Reply, float]:
         begun = time.perf_counter()
-        return self._generation(name, self._reply(name, request), request, begun, several)
+        reply = self._reply(name, request)
+        if name == PLAIN and not several:
+            passes = reply.passes[1:]
+            if (merged := _merged(passes)) > MERGED * len(passes):
+                raise EngineError(f"{merged} of {len(passes)} passes of the plain server gave several tokens")
+            if merged:
+                self._note(
+                    f"{PLAIN}: it sends some passes together: where {SPECULATIVE} gives no counts of passes, its "
+                    "acceptance lengths are too high"
+                )
+        return reply, begun
+
+    def _whole_reply(self, name: str, request: Request, tops: bool = False) -> Reply:
+        """As `_reply`, with what the stream left out."""
+        reply = self._reply(name, request, tops)
+        if reply.complete is not None:
+            reply.complete()
+        return reply
 
     def _reply(self, name: str, request: Request, tops: bool = False) -> Reply:
         url, stops = self.servers[name].url, self._stops(request)
@@ -205,20 +229,23 @@ class ServedEngine:
         return self.pair.stop_ids if request.stop_ids is None else request.stop_ids
 
     def _generation(
-        self, name: str, reply: Reply, request: Request, begun: float, several: bool
+        self, name: str, reply: Reply, begun: float, request: Request, several: bool = False
     ) -> Generation:
         """A reply as the journal holds it: the prompt's pass, then a round for each other one."""
+        if reply.complete is not None:
+            try:
+                reply.complete()
+            except EngineError as error:
+                raise UserError(f"the {name} server failed: {error}") from error
         tokens = reply.tokens
         finish = "stop" if tokens[-1] in self._stops(request) else "length"
         first, *others = reply.passes
-        if several:
+        if several or name == PLAIN:
             others = _apart(name, others)
         steps, before = [], first.at
         for one in others:
             emitted, drafted = len(one.tokens), one.drafted
             if name == PLAIN:
-                if emitted > 1:
-                    raise EngineError(f"a pass of the plain server gave {emitted} tokens")
                 drafted = 0
             if (accepted := one.accepted) is None:
                 accepted = emitted - 1 if drafted is None else min(emitted - 1, drafted)
@@ -238,6 +265,11 @@ class ServedEngine:
             before = one.at
         return Generation(tokens, first.at - begun, reply.ended - begun, finish, steps)
 
+    def _note(self, fault: str) -> None:
+        """Adds a fault that is noted once."""
+        if fault not in self.faults:
+            self.faults.append(fault)
+
     # -- before anything is timed
 
     def _shake_hands(self, requests: Sequence[Request]) -> None:
@@ -245,6 +277,7 @@ class ServedEngine:
 
         Greedy answers show that drafts are accepted; drawn ones may be wrong for another reason.
         """
+        plain: list[TargetPass] = []
         speculative: list[TargetPass] = []
         of_second_answers = 0
         for name in (PLAIN, SPECULATIVE):
@@ -257,20 +290,21 @@ class ServedEngine:
                 )
         for drawn in requests:
             request = replace(drawn, decoding=replace(drawn.decoding, temperature=0.0))
-            replies = {name: self._reply(name, request) for name in (PLAIN, SPECULATIVE)}
-            again = self._reply(PLAIN, request)
+            replies = {name: self._whole_reply(name, request) for name in (PLAIN, SPECULATIVE)}
+            again = self._whole_reply(PLAIN, request)
             for name, reply in replies.items():
                 _check_read(name, reply, request)
                 if truncate_at_stop(reply.tokens, self.pair.stop_ids) != reply.tokens:
                     raise UserError(
                         f"the {name} server goes on after a stop token: name it in the model's files"
                     )
-            if any(one.drafted or len(one.tokens) > 1 for one in replies[PLAIN].passes[1:]):
-                raise UserError("the plain server drafts: start it without speculation")
+            plain += replies[PLAIN].passes[1:]
             if again.tokens != replies[PLAIN].tokens:
                 self.faults.append("plain: two answers to one prompt differ")
             speculative += replies[SPECULATIVE].passes[1:]
-            of_second_answers += len(self._reply(SPECULATIVE, request).passes[1:])
+            of_second_answers += len(self._whole_reply(SPECULATIVE, request).passes[1:])
+        if any(one.drafted for one in plain) or _merged(plain) > MERGED * len(plain):
+            raise UserError("the plain server drafts: start it without speculation")
         self._check_drafts(speculative)
         if of_second_answers < REMEMBERS * len(speculative):
             self.faults.append(
@@ -289,6 +323,11 @@ class ServedEngine:
             raise UserError(
                 f"the speculative server accepts none of {drafted}: are the draft's weights loaded?"
             )
+
+
+def _merged(passes: list[TargetPass]) -> int:
+    """How many of the passes of an answer, as its events tell them, gave several tokens."""
+    return sum(len(one.tokens) > 1 for one in passes)
 
 
 def _apart(name: str, passes: list[TargetPass]) -> list[TargetPass]:

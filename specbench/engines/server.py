@@ -18,6 +18,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import psutil
 
+from specbench import WAITING
 from specbench.engines.client import is_ready
 from specbench.system.errors import UserError
 from specbench.system.processes import own_cores
@@ -75,7 +76,7 @@ class Server:
             stdin=subprocess.PIPE,  # which closes with this process, however that ends
             stdout=self._log,
             stderr=self._log,
-            env=os.environ | self.environment,
+            env=own_environment() | self.environment,
             start_new_session=True,
         )
 
@@ -123,6 +124,11 @@ class Server:
         self._log.seek(0)
         lines = filter(None, (line.decode(errors="replace").strip() for line in self._log))
         return " | ".join(deque(lines, LAST_LINES)) or "it printed nothing"
+
+
+def own_environment() -> dict[str, str]:
+    """What a server inherits: not how our threads wait, which other engines and their OpenMP choose for themselves."""
+    return {name: value for name, value in os.environ.items() if WAITING.get(name) != value}
 
 
 def scripted(

@@ -73,7 +73,7 @@ class Vllm(ServedEngine):
         program = Path(python) if python else interpreter("vllm", install)
         self.version = install["requirements"][-1]
         # First of all: a drafter may lay the target's weights out anew.
-        folder = as_folder(pair.target, pair.tokenizer, f"{pair.name}-target")
+        folder = as_folder(pair.target, pair.exported_tokenizer, f"{pair.name}-target")
         drafts = dict(speculative[drafter["name"]])
         environment = ENVIRONMENT | {CACHE_SPACE: os.environ.get(CACHE_SPACE, "1")}
         if drafts.pop(EXPORTED, False):
@@ -85,7 +85,7 @@ class Vllm(ServedEngine):
         elif "model" in drafts:
             drafts["model"] = str(packaged(drafts["model"]))
         elif pair.draft is not None:
-            drafts["model"] = str(as_folder(pair.draft, pair.tokenizer, f"{pair.name}-draft"))
+            drafts["model"] = str(as_folder(pair.draft, pair.exported_tokenizer, f"{pair.name}-draft"))
         cores = shared_cores(threads)
         preloaded = [str(path) for name in PRELOADED if (path := program.parent.parent / name).exists()]
         environment["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))

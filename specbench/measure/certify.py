@@ -161,7 +161,9 @@ class Certifier:
                 margins.append(greedy_margin(logits[-1], stop_ids) if decoding.greedy else math.inf)
             return max(margins, key=lambda one: math.inf if math.isnan(one) else one, default=0.0)
 
-        judged = {arm} | ({BASELINE} if arm == HF else set())
+        judged = {arm}
+        if arm == HF and requests[BASELINE].prompt == prompt:
+            judged.add(BASELINE)
         if setup.served is None or arm == AGAIN:
             judged.add(setup.reference)
         texts = {tuple(answer.tokens) for name in judged for answer in answers[name]}

@@ -95,7 +95,7 @@ class Conductor:
             "still_disturbed_share": still_disturbed if watched else None,
             "counters": counters | heat,
             "clock_mhz": self.watch.clock_mhz(),
-            "gpus": provenance.gpus(provenance.GPU_STATE) if device.type == "cuda" else [],
+            "gpus": provenance.gpus(provenance.GPU_STATE, device) if device.type == "cuda" else [],
         }
         return Measurement(answers, attempts, machine)
 

@@ -199,10 +199,10 @@ class Job:
         planned = pools(
             self.questions, self.cfg.pool if bench.setup.spec.unit == POOL else None, self.cfg.seed
         )
-        drop_torn(self.journal, planned, bench.setup.spec.learns)
         process = 0 if repeat is None else self.plan.process_of(repeat)
+        run_facts, probes = self._begin(bench)  # refuses what was begun under other conditions
+        drop_torn(self.journal, planned, bench.setup.spec.learns)
         bench.certifier.recall(self.journal.records)
-        run_facts, probes = self._begin(bench)
         gc.collect()
         gc.freeze()  # what is loaded by now stays: the collector need not walk it between two questions
         with self._bar(bench) as bar:
@@ -246,20 +246,23 @@ class Job:
         first = probes.take()
         speed = {"machine": probes.machine, "best": probes.best}
         provenance.record(self.run_dir, collected | chosen | {"speed": speed | {"first": first}})
-        if (self.run_dir / store.FACTS).exists():  # resumed: the peak is that of all processes
+        bandwidth = provenance.bandwidth(setup.pair.device)
+        if (self.run_dir / store.FACTS).exists():  # peak and ceiling are those of all processes
             facts_before = read_json(self.run_dir / store.FACTS)
+            bandwidth = max(bandwidth, facts_before["bandwidth_bytes_per_second"])
             bench.conductor.peak_memory = facts_before["peak_memory_bytes"]
             if setup.served is not None:
                 setup.served.faults[:0] = facts_before["engine"]["faults"]
         # Another engine may draft with a file of its own.
         draft = None if setup.served is not None else setup.spec.needs.draft_of(self.cfg.pair)
         run_facts = facts(bench) | {
+            "bandwidth_bytes_per_second": bandwidth,
             "layouts": chosen["layouts"],
             "speed": speed,
             "round_costs": chosen["round_costs"],
             "draft": draft,
             "questions": collected["questions"]["sha256"],
-            "processor": provenance.processor(collected["machine"], str(setup.pair.device)),
+            "processor": provenance.processor(collected["machine"], setup.pair.device),
         }
         write_json(self.run_dir / store.FACTS, run_facts)
         return run_facts, probes
@@ -330,7 +333,6 @@ def facts(bench: Bench) -> dict:
         "extra_cores": setup.drafter.extra_cores,
         "dtype": name_of(pair.dtype),
         "device": str(pair.device),
-        "bandwidth_bytes_per_second": provenance.bandwidth(pair.device),
         "weights": pair.init,
         "anatomy": pair.anatomy,
         "weights_source": pair.source,

@@ -1,6 +1,7 @@
 """Models as files of the user's cache, for other engines: GGUF files, folders as transformers saves them, heads.
 
-Each is written once, in the model's own dtype where nothing else is said, under a name that follows from its weights.
+Each is written once, in the model's own dtype where nothing else is said, under a name that follows from its weights
+and its tokenizer.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
     from specbench.decoding.drafter import Drafter
 
-FORM = 2  # of what is kept; another one is written anew
+FORM = 3  # of what is kept; another one is written anew
 KINDS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # of a GGUF file's matrices
 
 
@@ -55,7 +56,7 @@ def as_gguf(
     def write(path: Path) -> None:
         write_gguf(path, model, tokenizer, kind, pre_tokenizer=pre_tokenizer)
 
-    return _written(model, f"{name}-{ending}", write)
+    return _written(_digest(model, tokenizer), f"{name}-{ending}", write)
 
 
 def as_folder(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> Path:
@@ -65,7 +66,7 @@ def as_folder(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: 
         model.save_pretrained(path)
         tokenizer.save_pretrained(path)
 
-    return _written(model, name, save)
+    return _written(_digest(model, tokenizer), name, save)
 
 
 def as_part(drafter: Drafter, name: str) -> Path:
@@ -92,9 +93,9 @@ def as_part(drafter: Drafter, name: str) -> Path:
     return folder / name
 
 
-def _written(model: PreTrainedModel, name: str, write: Callable[[Path], None]) -> Path:
+def _written(digest: str, name: str, write: Callable[[Path], None]) -> Path:
     """What `write` makes at a path of this name; made where it is not there, by one process at a time."""
-    folder = make_folder(cache_folder() / "export" / _digest(model)[:12])
+    folder = make_folder(cache_folder() / "export" / digest[:12])
     path, partial = folder / name, folder / f"partial-{name}"
     with lock_folder(folder, "written", wait=True):
         if not path.exists():
@@ -105,9 +106,11 @@ def _written(model: PreTrainedModel, name: str, write: Callable[[Path], None]) -
     return path
 
 
-def _digest(model: PreTrainedModel) -> str:
-    """A number that changes with config and weights."""
-    form = [FORM, model.config.to_dict()]
+def _digest(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> str:
+    """A number that changes with config, weights, tokens and chat template."""
+    rules = getattr(tokenizer, "backend_tokenizer", None)
+    tokens = [tokenizer.get_vocab(), tokenizer.special_tokens_map, None if rules is None else rules.to_str()]
+    form = [FORM, model.config.to_dict(), tokens, tokenizer.chat_template]
     digest = hashlib.sha256(json.dumps(form, sort_keys=True, default=str).encode())
     for name, weight in sorted(model.state_dict().items()):
         digest.update(name.encode())

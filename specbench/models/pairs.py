@@ -5,6 +5,7 @@ transformers takes seconds to import, so it is imported where a model is loaded:
 
 from __future__ import annotations
 
+import copy
 import os
 import pickle
 from contextlib import contextmanager
@@ -120,6 +121,13 @@ class Pair:
         from specbench.decoding.model.staged_model import StagedModel  # late: it takes seconds
 
         return StagedModel(self.target, width=self.width)
+
+    @property
+    def exported_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer with the pair's own chat template, for other programs."""
+        tokenizer = copy.copy(self.tokenizer)
+        tokenizer.chat_template = self.chat_template
+        return tokenizer
 
     @property
     def anatomy(self) -> str | None:
@@ -492,9 +500,16 @@ class _Source:
                         device_map=device_map or {"": device},
                         weights_only=True,
                         output_loading_info=True,
+                        ignore_mismatched_sizes=True,  # they are refused by name, below
                         **options,
                     )
                 model, info = loaded
+                if info["mismatched_keys"]:
+                    tensor, size, expected = min(info["mismatched_keys"])
+                    raise UserError(
+                        f"the weights of '{self.name}' do not fit its config: {tensor} has the shape {list(size)}, and "
+                        f"the config means {list(expected)}"
+                    )
                 # transformers fills what a checkpoint lacks with random numbers; a benchmark must not.
                 lacking = set(info["missing_keys"])
                 if shares_embeddings(model):

@@ -104,6 +104,7 @@ def _judge(first: Run, run: Run, metric: str, fail_below: float | None, allow: t
     verdict = None
     if fail_below is not None:
         lost = high is not None and high < fail_below
-        verdict = INCOMPARABLE if hindrances else FAILED if lost or wrong else PASSED
+        # A failed question is also missing from what can be compared.
+        verdict = FAILED if wrong else INCOMPARABLE if hindrances else FAILED if lost else PASSED
     reasons = hindrances + wrong + machine
     return Judged(first.name, run.name, metric, value, low, high, count, unit, fail_below, verdict, reasons)

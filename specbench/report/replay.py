@@ -2,7 +2,8 @@
 
 The rounds of a chain tell for almost every place of an answer whether the drafter guesses its token: it does where a
 token was accepted, and does not where one was rejected. Only the target's token after a draft that was accepted whole
-was never guessed; whether it would have been is drawn, as often as the first guess after such a draft is right. Any
+was never guessed; whether it would have been is drawn, as often as the first guess after such a draft is right. Where a
+drafter stopped by itself (a look-up without a match, a guess that it is unsure of), a replayed draft stops, too. Any
 length up to the recorded one, and any rule that chooses lengths, can then be played over the same answers.
 
 That is exact but for these draws where a guess depends on the text alone (a draft model, token by token). A drafter
@@ -51,6 +52,7 @@ class Answer:
 
     Attributes:
         right: [n] 1 where the drafter guesses the token, 0 where it does not, NaN where it was not asked.
+        ends: [n] the place in front of which a draft that begins here stops by itself; n or more: it does not.
         limited: whether it ended for its length: drafts were no longer than what was left of it.
         baseline_seconds: that autoregressive decoding took for it, prompt included.
         prefill_seconds: that the method took for its prompt.
@@ -58,6 +60,7 @@ class Answer:
     """
 
     right: np.ndarray
+    ends: np.ndarray
     limited: bool
     baseline_seconds: float
     prefill_seconds: float
@@ -92,15 +95,22 @@ class Recorded:
         rule: that chose lengths (`decoding.draft_length`).
         is_chain: whether it drafted chains, and nothing else.
         baseline_round: seconds of a round of the baseline.
-        after_full: how often the first guess after a draft that was accepted whole is right.
+        after_full: how often the first guess after a draft that was accepted whole is made and right.
         answers: of the method.
     """
 
     def __init__(self, run: Run):
         self.run, self.rule = run, run.summary["draft_length"]
         steps = steps_frame(run.records)
-        self._rounds = steps[steps["arm"] == METHOD]
+        self._rounds = steps[steps["arm"] == METHOD].copy()
         self.longest, self.most = int(self._rounds["drafted"].max()), draft_length(run.summary)
+        left = (
+            run.summary["max_new_tokens"] - self._rounds["place"] - 1
+        )  # the last token belongs to the target alone
+        # What a rule allowed is not recorded: its drafts are taken to be as long as that.
+        self._rounds["limit"] = (
+            left.clip(upper=self.longest) if self.rule == CONSTANT else self._rounds["drafted"]
+        )
         self.is_chain = self.longest > 0 and bool((self._rounds["depth"] == self._rounds["drafted"]).all())
         plain = steps[steps["arm"] == BASELINE]
         self.baseline_round = float(_seconds(plain).mean())
@@ -122,9 +132,10 @@ class Recorded:
         )
 
     def _after_full(self) -> float:
-        """How often the first guess after a draft that was accepted whole is right."""
-        drafted = self._rounds[self._rounds["drafted"] > 0]
-        full = (drafted["accepted"] == drafted["drafted"]).groupby([drafted[key] for key in ANSWER]).shift()
+        """As the attribute; drafts that stopped by themselves do not count as whole."""
+        drafted = self._rounds[self._rounds["limit"] > 0]
+        whole = drafted["accepted"] == drafted["limit"]
+        full = whole.groupby([drafted[key] for key in ANSWER]).shift()
         after = drafted[full.fillna(False).astype(bool)]
         return float((after["accepted"] > 0).mean()) if len(after) else 1.0
 
@@ -143,31 +154,37 @@ class Recorded:
                     )
                     plain = turn["arms"][ARMS[quoted]][i]
                     if key in rounds:
-                        right = _guesses(rounds[key], len(answer["tokens"]))
+                        right, ends = _guesses(rounds[key], len(answer["tokens"]))
                         scale = (len(plain["tokens"]) - 1) / len(right)
                         limited, prefill = answer["finish"] == "length", answer["prefill_seconds"] or 0.0
-                        yield Answer(right, limited, plain["seconds"], prefill, scale)
+                        yield Answer(right, ends, limited, plain["seconds"], prefill, scale)
 
 
 def _seconds(rounds: pd.DataFrame) -> pd.Series:
     return rounds["draft_seconds"] + rounds["verify_seconds"] + rounds["other_seconds"]
 
 
-def _guesses(rounds: pd.DataFrame, tokens: int) -> np.ndarray:
-    """As `Answer.right`, of an answer of so many tokens."""
-    right = np.full(tokens, np.nan)
-    for place, drafted, accepted in zip(rounds["place"], rounds["drafted"], rounds["accepted"]):
+def _guesses(rounds: pd.DataFrame, tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """`Answer.right` and `Answer.ends` of an answer of so many tokens."""
+    right, ends = np.full(tokens, np.nan), np.full(tokens, tokens)
+    columns = (rounds[name] for name in ("place", "drafted", "accepted", "limit"))
+    for place, drafted, accepted, limit in zip(*columns):
         right[place : place + accepted] = 1.0
         if accepted < drafted:
             right[place + accepted : place + accepted + 1] = 0.0
-    return right[1:]
+        if drafted < limit:
+            ends[place : place + accepted + 1] = place + drafted
+    return right[1:], ends[1:] - 1
 
 
-def rounds_of(right: np.ndarray, rule: Constant, limited: bool = True) -> list[tuple[int, int]]:
+def rounds_of(
+    right: np.ndarray, ends: np.ndarray, rule: Constant, limited: bool = True
+) -> list[tuple[int, int]]:
     """Plays a rule over an answer.
 
     Args:
         right: [n] whether each place is guessed.
+        ends: as in `Answer`.
         rule: chooses the lengths, as it does in `draft_length.VariableLength`.
         limited: as in `Answer`; where it is not, nobody knows of its end when the last draft is made.
 
@@ -177,8 +194,11 @@ def rounds_of(right: np.ndarray, rule: Constant, limited: bool = True) -> list[t
     rounds, at, length, counts = [], 0, rule.initial, np.zeros(2)
     wrong = np.append(np.flatnonzero(right == 0), len(right))
     next_wrong = wrong[np.searchsorted(wrong, np.arange(len(right)))].tolist()  # of each place
+    offered = (ends - np.arange(len(right))).tolist()
     while at < len(right):
-        drafted = min(length, len(right) - at - 1) if limited else length
+        drafted = min(length, offered[at]) if offered[at] < len(right) - at else length
+        if limited:
+            drafted = min(drafted, len(right) - at - 1)
         accepted = min(drafted, next_wrong[at] - at)
         rounds.append((drafted, accepted))
         at += accepted + 1
@@ -203,7 +223,8 @@ def play(recorded: Recorded, costs: Sequence[float] | None, rule: Constant, orac
     for answer in recorded.answers:
         for _ in range(DRAWS):
             drawn = rng.random(len(answer.right)) < recorded.after_full
-            rounds = rounds_of(np.where(np.isnan(answer.right), drawn, answer.right), rule, answer.limited)
+            right = np.where(np.isnan(answer.right), drawn, answer.right)
+            rounds = rounds_of(right, answer.ends, rule, answer.limited)
             tokens += len(answer.right)
             passes += len(rounds)
             if by_length is not None:

@@ -168,7 +168,9 @@ def main() -> int:
             ("TensorRT-LLM, speculative_config", schedule.tensorrt_llm()),
             ("SGLang, --speculative-adaptive-config", schedule.sglang()),
         ):
-            print(f"{engine}: {json.dumps(form)}")
+            print(
+                f"{engine}: {json.dumps(form) if any(schedule.lengths.values()) else 'none, do not speculate'}"
+            )
         print(f"Larger batches than {max(schedule.lengths)} were not measured.\n")
     return 0
 

@@ -315,6 +315,10 @@ def test_a_folder_holds_splits_as_both_scripts_write_them(tmp_path):
     }
     assert of["throughput_1k"].turns == ("parquet",) and of["throughput_1k"].task == "low_entropy"
     assert of["qualitative"].turns == ("jsonl",) and of["qualitative"].task == "coding"
+    (more := tmp_path / "throughput_1k" / "more.jsonl").write_text("")
+    with pytest.raises(UserError, match="split throughput_1k of .* is 2 files: join them, or name one"):
+        load_questions(open_data(tmp_path, split="throughput_1k"), ALL)
+    more.unlink()
     with pytest.raises(UserError, match="has no split throughput_2k: set data.split to one of"):
         load_questions(open_data(tmp_path, split="throughput_2k"), ALL)
     with pytest.raises(UserError, match="sha256"):

@@ -125,3 +125,20 @@ def test_what_is_only_looked_at(slots):
     assert spectator.rounds > 5
     for i, answer in enumerate(answers):
         assert {(s.drafted, s.depth) for s in answer.steps[:-1]} == {(2, 1) if i else (0, 0)}
+
+
+@pytest.mark.parametrize("place", [0, 3])
+def test_logits_that_are_no_numbers_end_a_greedy_answer(monkeypatch, place):
+    """The likeliest of NaN would be some token, the same in both arms: an exact answer that means nothing."""
+    pair = random_pair("llama")
+    target = StagedModel(pair.target)
+    passes = []
+
+    def finish(products: torch.Tensor) -> torch.Tensor:
+        passes.append(products)
+        return products * float("nan") if len(passes) > place else products
+
+    monkeypatch.setattr(target, "finish_logits", finish)
+    engine = Engine(target, Drafter(), frozenset())
+    with pytest.raises(UserError, match="no token can be chosen.*NaN"):
+        engine.answer([3, 9, 27], SamplingParams(8))

@@ -55,7 +55,7 @@ def test_the_last_one_comes_with_what_it_requires_but_what_is_left_out(tmp_path)
     python = make_environment("one", install)
     assert python == interpreter("one", install)
     assert all(has(python, name) for name in ("base", "engine", "helper"))
-    marker = environment("one", install) / COMPLETE
+    marker = environment(install) / COMPLETE
     before = marker.stat().st_mtime_ns
     assert make_environment("one", install) == python and marker.stat().st_mtime_ns == before
 

@@ -46,7 +46,7 @@ def told(monkeypatch):
             name="tiny",
             target=SimpleNamespace(state_dict=lambda: {"w": weight}),
             draft=draft,
-            tokenizer=None,
+            exported_tokenizer=None,
             dtype=settings.pop("dtype", torch.float32),
         )
         plain = {"scheduler": SCHEDULER} | settings.pop("plain", {})

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from specbench import WAITING
 from specbench.decoding.engine import exhaust
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import Request
@@ -24,7 +25,7 @@ from specbench.engines.client import EngineError
 from specbench.engines.dialects import DIALECTS, TargetPass, _counted
 from specbench.engines.openai import OpenAI
 from specbench.engines.served import PLAIN, SPECULATIVE, ServedEngine
-from specbench.engines.server import Server, _pin
+from specbench.engines.server import Server, _pin, own_environment
 from specbench.system.errors import JobError, UserError
 from tests.support import engine_stub
 from tests.support.commands import wait_for
@@ -189,7 +190,11 @@ class TestTokensLeftOut:
         stub = Stub(counting, drafts=True, fault="splits")
         with serving(stub) as [url]:
             reply = DIALECTS["llama_cpp"](url, request(), STOPS, SILENT)
-        assert reply.tokens == counting(PROMPT, NEW)
+            assert [body["stream"] for body in stub.bodies] == [True] and reply.tokens != counting(
+                PROMPT, NEW
+            )
+            reply.complete()
+        assert reply.tokens == counting(PROMPT, NEW) and reply.complete is None
         assert [body["stream"] for body in stub.bodies] == [True, False]
         first, *others = reply.passes
         assert first.tokens == reply.tokens[:1] and len(others) == 7
@@ -198,28 +203,39 @@ class TestTokensLeftOut:
     def test_a_plain_answer_has_a_pass_for_each(self):
         with serving(Stub(counting, fault="splits")) as [url]:
             reply = DIALECTS["llama_cpp"](url, request(), STOPS, SILENT, True)
+            reply.complete()
         assert reply.tokens == counting(PROMPT, NEW) and len(reply.passes) == NEW
         assert [place for place, top in enumerate(reply.tops) if not top] == [*SPLIT]
 
-    def test_the_time_of_asking_again_is_no_time_of_the_answer(self, monkeypatch):
+    @pytest.mark.parametrize("at_once", [1, 2])
+    def test_the_time_of_asking_again_is_no_time_of_the_answer(self, pair, monkeypatch, at_once):
         def slow(url, path, body, timeout):
             if not body["stream"]:
                 time.sleep(0.3)
             yield from real(url, path, body, timeout)
 
         real = client.events
-        monkeypatch.setattr(dialects, "events", slow)
-        with serving(Stub(counting, fault="splits")) as [url]:
-            begun = time.perf_counter()
-            reply = DIALECTS["llama_cpp"](url, request(), STOPS, SILENT)
-            assert time.perf_counter() - begun > 0.3 > reply.ended - begun
+        stub = Stub(counting, fault="splits")
+        with serving(stub, Stub(counting, drafts=True)) as urls:
+            engine = engine_of(pair, urls, "llama_cpp")
+            engine.batch_size = at_once
+            engine.open([request()])
+            monkeypatch.setattr(dialects, "events", slow)
+            del stub.bodies[:]
+            answers = exhaust(engine.plain([request()] * at_once))
+        assert sum(answer.seconds for answer in answers) < 0.3
+        assert [answer.tokens for answer in answers] == [counting(PROMPT, NEW)] * at_once
+        streamed = [body["stream"] for body in stub.bodies]
+        assert streamed == [True] * at_once + [False] * at_once, (
+            "no answer is asked for while another is streamed"
+        )
 
     def test_another_answer_without_a_stream_costs_its_question_alone(self):
         with (
             serving(Stub(counting, fault="wavers")) as [url],
             pytest.raises(UserError, match="is another one"),
         ):
-            DIALECTS["llama_cpp"](url, request(), STOPS, SILENT)
+            DIALECTS["llama_cpp"](url, request(), STOPS, SILENT).complete()
 
 
 class TestVllm:
@@ -363,8 +379,18 @@ class TestUntoldCounts:
             engine = engine_of(pair, urls, "openai")
             engine.open([request()])
             stub.drafts = True
-            with pytest.raises(JobError, match="pass of the plain server gave 3 tokens"):
+            with pytest.raises(JobError, match="4 of 7 passes of the plain server gave several tokens"):
                 exhaust(engine.plain([request()]))
+
+    def test_a_plain_server_that_sends_two_passes_together_now_and_then_is_none_that_drafts(self, pair):
+        """Each token was a pass; what the other server's events hold is then not known to be a pass."""
+        with serving(Stub(counting, fault="pauses"), Stub(counting, drafts=True)) as urls:
+            engine = engine_of(pair, urls, "openai")
+            engine.open([request()])
+            [answer] = exhaust(engine.plain([request()]))
+        assert [(step.emitted, step.drafted) for step in answer.steps] == [(1, 0)] * 15
+        [fault] = engine.faults
+        assert "sends some passes together" in fault
 
 
 def test_an_answer_that_goes_on_after_a_stop_token_is_refused(pair):
@@ -571,3 +597,12 @@ def test_restarts_have_an_end(pair, monkeypatch):
         exhaust(engine.speculative([request()]))
         with pytest.raises(JobError):
             exhaust(engine.speculative([request()]))
+
+
+def test_a_server_waits_as_its_own_engine_does(monkeypatch):
+    """How our threads wait is not handed on; what the user has set is."""
+    for name, value in WAITING.items():
+        monkeypatch.setenv(name, value)
+    assert not WAITING.keys() & own_environment().keys()
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    assert own_environment()["OMP_WAIT_POLICY"] == "ACTIVE"

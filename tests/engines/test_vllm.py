@@ -41,7 +41,7 @@ def commands(monkeypatch):
             name="tiny",
             target=object(),
             draft=draft,
-            tokenizer=None,
+            exported_tokenizer=None,
             dtype=torch.bfloat16,
             context_length=4096,
         )

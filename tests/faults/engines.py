@@ -87,8 +87,8 @@ FAULTS = (
         "token ids that a stream leaves out are missed",
         "engines",
         "specbench/engines/dialects.py",
-        "if predicted > len(seen) > 0:",
-        "if predicted < 0:",
+        "reply.complete = complete if predicted > len(seen) > 0 else None",
+        "reply.complete = None",
         ("tests/engines/test_served.py",),
     ),
     Fault(
@@ -138,5 +138,21 @@ FAULTS = (
         "(chosen + entropy).sum().item()",
         "chosen.sum().item()",
         ("tests/engines/test_audit.py",),
+    ),
+    Fault(
+        "a server waits as our threads do",
+        "audit",
+        "specbench/engines/server.py",
+        "if WAITING.get(name) != value",
+        "if True",
+        ("tests/engines/test_served.py",),
+    ),
+    Fault(
+        "asking again is time of a batch",
+        "audit",
+        "specbench/engines/served.py",
+        "seconds = max(reply.ended for reply, _ in replies) - begun",
+        "seconds = time.perf_counter() - begun + 1",
+        ("tests/engines/test_served.py",),
     ),
 )

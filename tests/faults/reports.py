@@ -19,4 +19,20 @@ FAULTS = (
         '!= "slower"',
         ("tests/report/test_schedule.py",),
     ),
+    Fault(
+        "a drafter that stops by itself drafts on in a replay",
+        "reports",
+        "specbench/report/replay.py",
+        "ends[place : place + accepted + 1] = place + drafted",
+        "pass",
+        ("tests/report/test_replay.py",),
+    ),
+    Fault(
+        "a failed question cannot be compared",
+        "reports",
+        "specbench/report/gate.py",
+        "FAILED if wrong else INCOMPARABLE if hindrances",
+        "INCOMPARABLE if hindrances else FAILED if wrong",
+        ("tests/report/test_gate.py",),
+    ),
 )

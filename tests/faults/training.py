@@ -91,4 +91,12 @@ FAULTS = (
         "weights = weights * self.weights",
         ("tests/methods/test_dflash_train.py",),
     ),
+    Fault(
+        "stored states of another split are taken",
+        "training",
+        "specbench/data/training.py",
+        'f"{cfg.conversations}:{cfg.split}"',
+        "cfg.conversations",
+        ("tests/methods/test_training.py",),
+    ),
 )

@@ -275,9 +275,13 @@ def test_an_engine_that_is_not_installed_says_how(monkeypatch, tmp_path):
     for name in ("llama_cpp", "openvino", "vllm"):
         with pytest.raises(UserError, match=f"specbench engine install {name}"):
             interpreter(name, content_of(name))
-    assert environment("vllm", {"requirements": ["a==1"]}) != environment("vllm", {"requirements": ["a==2"]})
-    with pytest.raises(UserError, match="known: llama_cpp, openvino, vllm"):
+    assert environment({"requirements": ["a==1"]}) != environment({"requirements": ["a==2"]})
+    other = content_of("vllm", ["engine.install.requirements=['vllm==0.1']"])
+    assert other["requirements"] == ["vllm==0.1"] and environment(other) != environment(content_of("vllm"))
+    with pytest.raises(UserError, match="unknown engine 'vlm'.*vllm"):
         content_of("vlm")
+    with pytest.raises(UserError, match="engine openai has no environment of its own"):
+        content_of("openai")
 
 
 # -- rounding between engines

@@ -3,6 +3,7 @@ import gc
 import hashlib
 import json
 import subprocess
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -175,6 +176,15 @@ def test_gpus_are_read_from_nvidia_smi(tmp_path, monkeypatch):
     tool.write_text("#!/bin/sh\necho '0, 1755, 412.33, 61'\n")
     state = {"index": "0", "clocks.sm": "1755", "power.draw": "412.33", "temperature.gpu": "61"}
     assert provenance.gpus(provenance.GPU_STATE) == [state]
+    # Of several GPUs the one that computes, whatever nvidia-smi calls it.
+    tool.write_text(
+        "#!/bin/sh\ncase \"$*\" in *--id=GPU-ab-12*) echo '3, 900, 99.0, 40';; *) exit 6;; esac\n"
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="ab-12"))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU of {device}")
+    assert provenance.gpus(provenance.GPU_STATE, torch.device("cuda:1"))[0]["clocks.sm"] == "900"
+    names = [provenance.processor({"cpu": "a CPU"}, torch.device(name)) for name in ("cuda:1", "cpu")]
+    assert names == ["GPU of cuda:1", "a CPU"]
     tool.write_text("#!/bin/sh\necho 'no driver' >&2\nexit 9\n")
     assert provenance.gpus() == []
 

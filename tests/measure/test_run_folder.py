@@ -129,8 +129,19 @@ def test_measured_is_what_this_code_completed_without_failures(config, run_dir, 
     store.finalise(failed)
     assert not store.is_measured(failed, config)
     assert says(store.why_failed(failed), "1 of 2 ... 2 ... out of memory")
-    monkeypatch.setattr(store, "source_sha256", lambda: "other")
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "source_sha256", lambda: "other")
+        assert not store.is_measured(run_dir, config)
+    monkeypatch.setattr(store, "questions_sha256", lambda data: "other")
     assert not store.is_measured(run_dir, config)
+
+
+def test_other_questions_do_not_go_on(config, run_dir, monkeypatch):
+    """Records of the questions as they were would be taken for answers to those of today."""
+    monkeypatch.setattr(store, "questions_sha256", lambda data: "other")
+    assert store.find_or_create(config) != run_dir
+    with pytest.raises(UserError, match="cannot go on: the questions have changed since"):
+        store.find_or_create(config | {"run_dir": str(run_dir)})
 
 
 def test_what_ended_an_attempt_is_one_line(run_dir):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -245,6 +246,19 @@ def test_other_faults_of_a_checkpoint(folder, tmp_path):
         load_eagle(folder, narrow, CPU, torch.float32)
     with pytest.raises(UserError, match="config.json is missing"):
         loaded(tmp_path / "nowhere")
+
+
+def test_a_tree_without_a_parent_and_angles_of_a_whole_pass_are_refused(folder):
+    for settings, message in (
+        ({"tree": [[0], [0, 0, 0]]}, r"\[0, 0, 0\] has no parent"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
+    ):
+        path = Path(folder) / "config.json"
+        before = path.read_text()
+        path.write_text(json.dumps(json.loads(before) | settings))
+        with pytest.raises(UserError, match=message):
+            Eagle(random_pair("llama"), folder)
+        path.write_text(before)
 
 
 def test_the_authors_format(folder, tmp_path):

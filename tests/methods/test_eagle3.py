@@ -13,7 +13,7 @@ from methods.eagle.chain import chained
 from methods.eagle3 import Eagle3
 from methods.eagle3.checkpoint import load_eagle3, save_eagle3
 from methods.eagle3.model import Eagle3Config, Eagle3Model, default_taps
-from methods.eagle3.train import TrainingTimeTest, frequent_ids, fresh_model
+from methods.eagle3.train import TrainingTimeTest, _has_biases, frequent_ids, fresh_model
 from methods.eqspec import EqSpec
 from methods.exspec import ExSpec
 from methods.ragged import RaggedBatch
@@ -407,3 +407,17 @@ def test_what_is_trained_drafts_the_same_when_loaded(tmp_path):
     assert (
         torch.equal(*outputs) and loaded.taps == model.taps and torch.equal(loaded.token_ids, model.token_ids)
     )
+
+
+def test_a_layer_that_it_cannot_begin_like_is_refused_and_biases_are_told():
+    with pytest.raises(UserError, match="not built like a Llama's: set like_layer=null"):
+        _has_biases(StagedModel(random_pair("opt").target).layers[0])
+    biased = [_has_biases(StagedModel(random_pair(arch).target).layers[0]) for arch in ("llama", "qwen2")]
+    assert biased == [False, True]
+
+
+def test_depths_that_are_none_are_refused(tmp_path):
+    pair = random_pair("llama")
+    save_eagle3(drafting_model(pair), tmp_path, torch.float32)
+    with pytest.raises(UserError, match=r"depths of this target .* not \[\]"):
+        load_eagle3(tmp_path, StagedModel(pair.target), taps=[])

@@ -57,6 +57,13 @@ def test_a_window_goes_on_by_hand():
     search.go_on(11, [31])  # there was room for one column alone
     assert search.columns == [(21, 31), (13, 23), (15, 25)]
     assert search.pool.after[11] == {(21, 31): None}
+    late = Search([(0, 1), (2, 3)], Pool(3))
+    for pending in (9, 10, 11):
+        late.go_on(pending, [pending + 10])
+    late.go_on(12, [22, 32])
+    assert not any(3 in others for ngrams in late.pool.after.values() for others in ngrams), (
+        "a column that had no room before still holds tokens of the first window"
+    )
 
 
 def test_guesses_with_one_beginning_share_it():

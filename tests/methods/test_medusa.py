@@ -115,6 +115,19 @@ def test_what_is_drafted(folder):
     assert steps[0].draft_bytes == blocks + (outputs or target.pass_bytes(0, 0))
 
 
+def test_heads_that_guess_nothing_are_neither_computed_nor_counted(folder):
+    pair = random_pair("llama")
+    drafter = Medusa(pair, folder, nodes=3)  # two of three levels
+    seen, forward = [], drafter.heads.forward
+    drafter.heads.forward = lambda *given: seen.append(forward(*given)) or seen[-1]
+    step = Engine(StagedModel(pair.target), drafter, frozenset()).answer(PROMPT, SamplingParams(9)).steps[0]
+    assert seen[0].shape[-2] == 2
+    state = load_file(f"{folder}/model.safetensors")
+    used = sum(t.nbytes for name, t in state.items() if int(name.split(".")[0]) < 2)
+    shared = 0 if "0.1.weight" in state else drafter.head.bytes
+    assert step.draft_bytes == used + shared
+
+
 def test_a_smaller_tree(folder):
     drafter = Medusa(random_pair("llama"), folder, nodes=3)
     assert drafter.trees.paths == ((0,), (1,), (0, 0))

@@ -346,6 +346,9 @@ def test_a_drafter_that_it_cannot_wrap(tmp_path):
     globals()["Tree"] = Tree
     with pytest.raises(UserError, match="chains"):
         Oracle(random_pair("llama"), {"_target_": name, "name": "tree"}, cost_of="tree")
+    # Its tokens are chosen by a head of its brancher, which goes on from them.
+    with pytest.raises(UserError, match="which sps_ss does not"):
+        Oracle(random_pair("llama"), {"_target_": "methods.mirror_sd.StreamingSampling"}, cost_of="sps_ss")
 
 
 @pytest.fixture

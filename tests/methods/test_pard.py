@@ -13,11 +13,13 @@ from methods.pard import ParallelDraft
 from methods.pard import train as pard_train
 from methods.pard.drafter import MASK
 from methods.pard.train import ParallelDistillation, Places
+from methods.ragged import RaggedBatch
 from methods.sps import SpeculativeSampling
 from specbench.data.training import RECORD
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
+from specbench.decoding.state import Request
 from specbench.system.errors import UserError
 from tests.support.decoding import random_pair
 from tests.support.distribution import SHAPE, p_value_alone
@@ -83,6 +85,29 @@ def test_a_draft_reads_the_draft_model_once():
     ]
     one, token_by_token = (step.draft_bytes for step in both)
     assert token_by_token == 4 * one
+
+
+class Forgetful(ParallelDraft):
+    """Feeds up to nine of the newest tokens once more, as after a draft of which many were accepted."""
+
+    def _lacking(self, batch):
+        self._fed = [max(0, length - 9) for length in batch.lengths]
+        return super()._lacking(batch)
+
+
+def test_a_sequence_shorter_than_what_another_one_lacks():
+    """Its first token is written again, and no entry in front of it, where another sequence has its own."""
+    pair = pair_with_mask("llama")
+    requests = [Request([*PROMPT, *range(20, 40)], SamplingParams(12)), Request([5], SamplingParams(12))]
+    for order in (requests, requests[::-1]):
+        answers = [
+            Engine(StagedModel(pair.target), kind(pair, 4), frozenset(), RaggedBatch(2)).generate(order)
+            for kind in (Forgetful, ParallelDraft)
+        ]
+        [lagging, usual] = [
+            [(one.tokens, [s.accepted for s in one.steps]) for one in some] for some in answers
+        ]
+        assert lagging == usual
 
 
 def test_a_draft_model_without_a_mask_is_refused():

@@ -176,6 +176,8 @@ def test_nodes_and_levels_of_a_counted_tree(folder):
     assert DraftModelTree(pair, folder, nodes=99).max_nodes == len(TREE)
     assert DraftModelTree(pair, folder, shape=[2]).trees.paths == ((0,), (1,))
     assert DraftModelTree(pair).max_draft_tokens == len(drafter.SHAPE)
+    cut = DraftModelTree(pair, max_draft_tokens=3, nodes=4)
+    assert cut.trees.paths == ((0,), (0, 0), (0, 0, 0), (0, 0, 1)), "of a shape, too"
 
 
 @pytest.mark.parametrize(

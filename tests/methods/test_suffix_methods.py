@@ -354,6 +354,22 @@ def test_samples_with_a_drawn_auxiliary_follow_the_target():
         assert p_value_in_a_batch(pair, drafter, RaggedBatch(size)) > 1e-3
 
 
+@pytest.mark.slow
+def test_a_sample_does_not_depend_on_whether_others_copy():
+    """What is copied is accepted by one rule, whether or not a draft beside it was drawn."""
+    pair = random_pair("llama", **SHAPE)
+    decoding = SamplingParams(24, 1.0)
+    requests = [Request([*PROMPT[i:], 3 + i], decoding, seed=i) for i in range(6)]
+    drafter = SAMDecoding(pair, AUXILIARIES["sps"], "sps", threshold=1, max_draft_tokens=3)
+    alone, together = (
+        Engine(StagedModel(pair.target), drafter, frozenset(), RaggedBatch(size)).generate(requests)
+        for size in (1, 6)
+    )
+    copied = [{step.stats["copied"] for step in one.steps if step.stats} for one in alone]
+    assert {0, 1} in copied
+    assert [one.tokens for one in together] == [one.tokens for one in alone]
+
+
 @pytest.mark.parametrize("auxiliary", ["none", *AUXILIARIES])
 def test_a_name_gives_the_auxiliary_drafter_and_what_it_needs(auxiliary):
     for group in (["method=samd"], ["method=ragged", "drafter=samd"]):

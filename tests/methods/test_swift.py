@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from methods.ragged import RaggedBatch
 from methods.swift import Swift
 from methods.swift.search import LayerSearch, _evidence, _kernel
 from methods.swift.sublayers import Sublayers, check_parts
@@ -279,3 +280,13 @@ def test_the_kernel_and_its_evidence():
     covariance = kernel + 1e-2 * np.eye(3)
     expected = -0.5 * targets @ np.linalg.solve(covariance, targets) - 0.5 * np.linalg.slogdet(covariance)[1]
     assert _evidence(points, targets, 1.0) == pytest.approx(expected)
+
+
+def test_no_pass_drafts_nodes_that_there_is_no_room_for(tiny):
+    """Under a budget of tokens a draft ends when it is full, however sure it is."""
+    drafter = Swift(tiny, confidence_threshold=0.0, max_draft_tokens=9)
+    engine = Engine(tiny.staged, drafter, frozenset(), RaggedBatch(2, 8))
+    answers = engine.generate([Request(PROMPT, SamplingParams(30)), Request(PROMPT[3:], SamplingParams(30))])
+    steps = [step for one in answers for step in one.steps if step.drafted]
+    one_pass = drafter.model.pass_bytes(tokens=2)
+    assert max(step.drafted for step in steps) == 3 and max(step.draft_bytes for step in steps) < 4 * one_pass

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from methods.common import training as common
-from methods.common.training import batches, training_pair
+from methods.common.training import batches
 from methods.dflash.train import fresh_model as fresh_blocks
 from methods.eagle import train as eagle_train
 from methods.eagle3 import train as eagle3_train
@@ -34,7 +34,7 @@ from methods.sps import train as sps_train
 from specbench import ROOT
 from specbench.data import training
 from specbench.data.questions import questions_sha256
-from specbench.data.training import CONDITIONS, RECORD, data_of, stages_of, train
+from specbench.data.training import CONDITIONS, RECORD, data_of, stages_of, train, training_pair
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.models.pairs import load_pair
 from specbench.system import threads
@@ -525,3 +525,14 @@ def test_a_full_disk_is_one_line_and_leaves_the_state_before(workplace, tmp_path
     assert not (tmp_path / RECORD).exists()
     assert trained(workplace, tmp_path, Weight()) == tmp_path
     assert [row["step"] for row in log(tmp_path)] == [1, 2, 2, 3, 3]
+
+
+def test_text_is_known_by_its_split_and_the_settings_of_its_stream():
+    """Stored states of one text are none of another."""
+
+    def of(conversations, split="train_sft", **stream):
+        pair = {"training": {"_target_": "stream", **stream}}
+        return data_of(OmegaConf.create({"conversations": conversations, "split": split, "pair": pair}))
+
+    assert of("a/set") == "a/set:train_sft" != of("a/set", "test_sft")
+    assert of(None) == "stream" != of(None, world=2) == "stream(world=2)"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -45,6 +46,14 @@ def test_a_gguf_file_gives_the_same_weights_back(tiny):
     assert all(torch.equal(theirs[name], ours[name]) for name in ours)
 
 
+def test_a_gguf_file_names_the_width_of_a_head(tiny):
+    """Where it is not the width over the heads llama.cpp could not guess it."""
+    model = random_pair("llama", head_dim=32).target
+    assert model.config.hidden_size // model.config.num_attention_heads != 32
+    fields = gguf.GGUFReader(as_gguf(model, tiny.tokenizer, "wide")).fields
+    assert [fields[f"llama.attention.{name}_length"].contents() for name in ("key", "value")] == [32, 32]
+
+
 def test_a_folder_gives_the_same_weights_and_tokens_back(tiny):
     path = as_folder(tiny.draft, tiny.tokenizer, "tiny-draft")
     theirs, ours = AutoModelForCausalLM.from_pretrained(path).state_dict(), tiny.draft.state_dict()
@@ -68,6 +77,15 @@ def test_each_is_written_once_and_anew_where_weights_differ(tiny, cache, monkeyp
     monkeypatch.setattr(module, "FORM", 99)
     assert as_gguf(tiny.draft, tiny.tokenizer, "a").parent.parent == cache
     assert len(list(cache.glob("*/a-F32.gguf"))) == 3
+
+
+def test_another_template_or_special_token_is_another_file(tiny):
+    pair = replace(tiny, chat_template="{{ messages }}")
+    assert pair.exported_tokenizer.chat_template == "{{ messages }}" != tiny.tokenizer.chat_template
+    other_end = copy.deepcopy(tiny.tokenizer)
+    other_end.eos_token = other_end.bos_token
+    tokenizers = [tiny.tokenizer, tiny.exported_tokenizer, pair.exported_tokenizer, other_end]
+    assert len({as_gguf(tiny.draft, one, "a") for one in tokenizers}) == 3
 
 
 def test_what_a_killed_process_left_is_no_file(tiny, monkeypatch):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from transformers import SmolLM3Config, SmolLM3ForCausalLM
 
 from specbench.decoding.model.graphs import Options, options_of
@@ -17,6 +18,8 @@ from specbench.models import pairs
 from specbench.models.pairs import SWITCH, choose_device, compiles, load_pair, place_weights, prepare_device
 from specbench.models.surgery import cut
 from specbench.system.errors import UserError
+from specbench.system.files import read_json
+from tests.support.conf import composed
 from tests.support.models import TEMPLATE, byte_tokenizer, random_model, save_pair
 
 CHAT = [
@@ -86,6 +89,26 @@ def test_one_dtype_for_both_whatever_is_stored(cfg):
     cfg.dtype = "bfloat16"
     pair = load_pair(cfg, seed=0, with_draft=True)
     assert pair.target.dtype == pair.draft.dtype == pair.dtype == torch.bfloat16
+
+
+def test_weights_of_another_size_than_the_config_says_are_named(cfg):
+    vocab = read_json(_file(cfg.target, "config.json"))["vocab_size"]
+    edit_json(_file(cfg.target, "config.json"), vocab_size=vocab + 8)
+    with pytest.raises(UserError, match=rf"do not fit its config: .*\[{vocab}, .*\[{vocab + 8}, "):
+        load_pair(cfg, seed=0, with_draft=False)
+
+
+@pytest.mark.parametrize(
+    ("more", "layers"), [([], 2), (["pair.draft=other"], None), (["pair.draft_layers=1"], 1)]
+)
+def test_layers_of_a_pairs_own_draft_model_are_those_of_no_other(more, layers):
+    assert composed("bench", "pair=smollm2-135m", "method=sps", *more).pair.draft_layers == layers
+
+
+def test_a_trainer_takes_all_layers_of_another_draft_model():
+    pair_cfg = composed("train_sps", "pair=smollm2-135m", "draft=other").pair
+    assert pair_cfg.draft_layers == 2
+    assert OmegaConf.merge(pair_cfg, {"draft": "other"}).draft_layers is None
 
 
 @pytest.mark.first_fast

@@ -94,6 +94,17 @@ def test_whatever_is_wrong_with_a_run_fails_it(pair, change, says):
         assert one.verdict == "failed" and says in one.reasons[0]
 
 
+def test_a_question_that_failed_in_every_pass_fails_though_it_cannot_be_compared(pair):
+    first, second = pair(2.0)
+    broken = replace(second, summary=changed(second.summary, failed=1))
+    broken.__dict__["records"] = [
+        record | {"turns": []} if i == 0 else record for i, record in enumerate(second.records)
+    ]
+    judged = gate.judge([first, broken], fail_below=0.97)
+    assert judged[0].verdict == "failed" and gate.exit_code(judged) == 1
+    assert any("only the" in reason for reason in judged[0].reasons)
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [

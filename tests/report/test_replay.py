@@ -39,7 +39,19 @@ def short() -> list[np.ndarray]:
     return [right[:BRIEF] for right in guesses()]
 
 
-def played(right: np.ndarray, length: int) -> list[dict]:
+def endless(right: np.ndarray) -> np.ndarray:
+    """No draft of an answer stops by itself."""
+    return np.full(len(right), len(right))
+
+
+def stopping(right: np.ndarray, seed: int = 0) -> np.ndarray:
+    """Each draft stops by itself in front of the next of some places."""
+    n = len(right)
+    stops = np.append(np.flatnonzero(np.random.default_rng(seed).random(n) < 0.2), n)
+    return stops[np.searchsorted(stops, np.arange(n))]
+
+
+def played(right: np.ndarray, ends: np.ndarray, length: int) -> list[dict]:
     """The rounds that an engine would record."""
     return [
         {
@@ -49,18 +61,18 @@ def played(right: np.ndarray, length: int) -> list[dict]:
             "verify_seconds": 0.01 * float(np.interp(drafted, [*COSTS], [*COSTS.values()])),
             "other_seconds": 0.0,
         }
-        for drafted, accepted in rounds_of(right, Constant(length))
+        for drafted, accepted in rounds_of(right, ends, Constant(length))
     ]
 
 
-def run(length: int, *, of: list[np.ndarray] | None = None, **changes) -> Run:
+def run(length: int, *, of: list[np.ndarray] | None = None, ending=endless, **changes) -> Run:
     """A run whose drafter guesses these places, with drafts of one length; the baseline takes 10 ms a token."""
     from tests.support import synthetic
 
     records, passes, ours = [], 0, 0.0
     some = guesses() if of is None else of
     for number, right in enumerate(some):
-        rounds = played(right, length)
+        rounds = played(right, ending(right), length)
         seconds = sum(r["verify_seconds"] for r in rounds)
         passes, ours = passes + len(rounds), ours + 0.1 + seconds
         method = generation(tokens=1 + len(right), seconds=0.1 + seconds)
@@ -74,6 +86,7 @@ def run(length: int, *, of: list[np.ndarray] | None = None, **changes) -> Run:
     summary = changed(
         SUMMARY,
         **{"method": "sps", "settings": {"max_draft_tokens": length}} | changes,
+        max_new_tokens=1 + max(map(len, some)),
         overall__acceptance_length=tokens / passes,
         overall__speedup=speedup,
     )
@@ -95,12 +108,16 @@ def few_draws(monkeypatch) -> None:
 
 def test_rounds_by_hand():
     right = np.array([1, 1, 0, 1, 1, 1, 1, 0, 1.0])
-    assert rounds_of(right, Constant(2)) == [(2, 2), (2, 2), (2, 1), (0, 0)]
-    assert rounds_of(right, Constant(5)) == [(5, 2), (5, 4), (0, 0)]
-    assert rounds_of(np.array([]), Constant(3)) == []
+    ends = endless(right)
+    assert rounds_of(right, ends, Constant(2)) == [(2, 2), (2, 2), (2, 1), (0, 0)]
+    assert rounds_of(right, ends, Constant(5)) == [(5, 2), (5, 4), (0, 0)]
+    assert rounds_of(np.array([]), np.array([]), Constant(3)) == []
     # An answer that ends by itself is drafted for beyond its end, and the last token may be accepted with the others.
-    assert rounds_of(right, Constant(5), limited=False) == [(5, 2), (5, 4), (5, 1)]
-    assert rounds_of(np.ones(4), Constant(8), limited=False) == [(8, 4)]
+    assert rounds_of(right, ends, Constant(5), limited=False) == [(5, 2), (5, 4), (5, 1)]
+    assert rounds_of(np.ones(4), endless(np.ones(4)), Constant(8), limited=False) == [(8, 4)]
+    # A draft stops in front of places 1 and 4, and none is made there.
+    ends = np.array([1, 1, 4, 4, 4, 9, 9, 9, 9])
+    assert rounds_of(right, ends, Constant(5)) == [(1, 1), (2, 0), (1, 1), (3, 2), (0, 0)]
 
 
 def test_a_run_is_replayed_to_what_it_had():
@@ -142,6 +159,16 @@ def test_shorter_drafts_are_what_they_would_have_been(length):
     replayed = play(longest, listed_costs(costs), Constant(length))
     assert replayed.length == pytest.approx(really.length, rel=0.02)
     assert replayed.speedup == pytest.approx(really.speedup, rel=0.05)
+
+
+@pytest.mark.first_fast
+@pytest.mark.parametrize("length", [1, 2, 4, 6])
+def test_a_drafter_that_stops_by_itself_stops_in_a_replay(length):
+    """As a look-up does without a match: as many rounds are played without a draft as there were."""
+    recorded, really = (Recorded(run(k, ending=stopping)) for k in (6, length))
+    assert (really._rounds["drafted"] == 0).mean() > 0.15
+    replayed = play(recorded, None, Constant(length))
+    assert replayed.length == pytest.approx(really.measured.length, rel=0.02)
 
 
 def test_what_was_never_guessed_is_drawn_by_what_follows_whole_drafts():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from specbench.report import schedule as module
 from specbench.report.schedule import schedule_table, schedules
 from tests.support.messages import shown
 from tests.support.samples import SUMMARY, WRONG, batched, changed, runs_of
@@ -42,6 +43,13 @@ def test_the_forms_of_the_engines():
     }
     assert schedule.tensorrt_llm() == {"max_draft_len": 4, "draft_len_schedule": {3: 4, 15: 2, 16: 0}}
     assert schedule.sglang() == {"1": {"candidate_steps": [4]}, "4": {"candidate_steps": [2]}}
+
+
+def test_where_nothing_gains_no_engine_gets_a_draft_of_no_tokens(monkeypatch, capsys):
+    monkeypatch.setattr(module, "runs_of_command", lambda *_: runs_of(a=run(1, 2, 0.8), b=run(4, 2, 0.7)))
+    assert module.main() == 0
+    out = capsys.readouterr().out
+    assert out.count("none, do not speculate") == 3 and "num_speculative_tokens" not in out
 
 
 def test_tensorrt_llm_drafts_the_most_at_the_smallest_batch():

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from itertools import cycle
+from itertools import cycle, pairwise
 
 ACCEPTED = (2, 0, 3, 1)  # of each draft, over and over
 DRAFTED = 3  # tokens of each draft
@@ -72,6 +72,7 @@ FAULTS = {
     "uncounted": "does not say what it drafts",
     "sums": "says in total alone what it drafts",
     "joins": "sends two passes in one event",
+    "pauses": "does so once",
     "splits": "sends no event for some tokens, as llama.cpp for those that end inside a character",
     "wavers": "does so too, and says another token at place 5 without a stream",
     "silent cache": "does not say what it keeps of prompts",
@@ -142,9 +143,10 @@ def openai_events(stub: Stub, body: dict, wrong: str) -> Iterator[dict]:
     """As vLLM: an event for each pass, and, if it speculates, counts at the end."""
     tokens = spoiled(stub.answer(body["prompt"], body["max_tokens"]), wrong)
     passes = passes_of(stub, tokens, wrong) if tokens else []
-    together = 2 if wrong == "joins" else 1  # passes of an event
-    for i in range(0, len(passes), together):
-        of_event = [token for of_pass, _ in passes[i : i + together] for token in of_pass]
+    each = 2 if wrong == "joins" else 1  # passes of an event
+    starts = [i for i in range(0, len(passes), each) if not (wrong == "pauses" and i == 5)]
+    for i, end in pairwise([*starts, len(passes)]):
+        of_event = [token for of_pass, _ in passes[i:end] for token in of_pass]
         choice: dict = {"text": "x", "finish_reason": None}
         if wrong != "text":
             choice["token_ids"] = of_event

@@ -30,7 +30,7 @@ CONFIG = {
     "method": {"_target_": "methods.sps.SpeculativeSampling", "name": "sps", "max_draft_tokens": 5},
     "drafter": {"_target_": "methods.ar.Autoregressive", "name": "none"},
     "pair": {"name": "tiny", "chat_template": "{{ messages }}\n{% if x %}"},
-    "data": {"name": "tiny"},
+    "data": {"name": "tiny", "path": "specbench/tiny/questions.jsonl", "sha256": None},
     "task": {"name": "all", "tasks": {"qa": ["qa"]}},
     "decoding": {"max_new_tokens": 64, "temperature": 0.0},
     "batch_size": 1,

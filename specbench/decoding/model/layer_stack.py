@@ -121,7 +121,7 @@ class LayerStack:
         stages = zip(layers[lo:hi], self.kinds[lo:hi], self.devices[lo:hi])
         for i, (layer, kind, device) in enumerate(stages, lo):
             if i in taps:
-                on_hidden(i, hidden)
+                on_hidden(i, hidden.to(self.like.device))
             if device != current:  # of a target that is spread over several
                 hidden, current = hidden.to(device), device
                 arguments = {key: _moved(keywords, device) for key, keywords in arguments.items()}

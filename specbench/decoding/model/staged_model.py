@@ -251,10 +251,10 @@ class StagedModel:
         if not to_logits:
             return hidden
         if hi in taps:
-            on_hidden(hi, hidden)
+            on_hidden(hi, hidden.to(self.device))
         normed = self.norm(hidden)
         if NORMED in taps:
-            on_hidden(NORMED, normed)
+            on_hidden(NORMED, normed.to(self.device))
         return self.unembed(normed)
 
     def run_batch(
@@ -320,9 +320,9 @@ class StagedModel:
         tapped: dict[int, torch.Tensor] = {}
         hidden = self.run_layers(self.embed(ids), cache, 0, taps=taps, on_hidden=tapped.__setitem__)
         if len(self.layers) in taps:
-            tapped[len(self.layers)] = hidden
+            tapped[len(self.layers)] = hidden.to(self.device)
         if NORMED in taps:
-            tapped[NORMED] = self.norm(hidden)
+            tapped[NORMED] = self.norm(hidden).to(self.device)
         return Prefill(ids, self.head(hidden[:, -1]), tapped)
 
     def verify(

@@ -173,18 +173,22 @@ def machine() -> dict:
     }
 
 
-def processor(facts: Mapping, device: str) -> str:
-    """The name of what computes: of the first GPU on a "cuda" device, else of the processor; facts: as of `machine`."""
-    if device.startswith("cuda") and facts["gpus"]:
-        return facts["gpus"][0]["name"]
-    return facts["cpu"]
+def processor(facts: Mapping, device: torch.device) -> str:
+    """The name of what computes: of the GPU that a "cuda" device is, else of the processor; facts: as of `machine`."""
+    import torch
+
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else facts["cpu"]
 
 
-def gpus(fields: Sequence[str] = GPU_FIELDS) -> list[dict[str, str]]:
-    """The fields that nvidia-smi reports of each GPU (MiB, MHz, W, degrees Celsius); [] without one."""
+def gpus(fields: Sequence[str] = GPU_FIELDS, device: torch.device | None = None) -> list[dict[str, str]]:
+    """The fields that nvidia-smi reports of a device, None: of each GPU (MiB, MHz, W, degrees Celsius); [] without."""
     if shutil.which("nvidia-smi") is None:
         return []
     query = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
+    if device is not None:  # nvidia-smi counts GPUs in another order than torch, hidden ones too
+        import torch
+
+        query.append(f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}")
     completed = subprocess.run(query, capture_output=True, text=True, timeout=60, check=False)
     if completed.returncode:  # installed, but there is no GPU
         return []

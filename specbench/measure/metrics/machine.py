@@ -43,7 +43,7 @@ def machine(records: list[dict]) -> dict[str, float | int | None]:
         return sum(one["counters"][name] for one in watched) / seconds if is_counted else None
 
     def gpus(field: str) -> list[float]:
-        """What the driver told of all GPUs; of an unknown number it says so in words."""
+        """What the driver told of the GPU; of an unknown number it says so in words."""
         readings = [gpu[field] for one in watched for gpu in one.get("gpus", [])]
         return [float(text) for text in readings if re.fullmatch(r"\d+(\.\d+)?", text)]
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import yaml
 
 from specbench.config.spec import other_engine
+from specbench.data.questions import questions_sha256
 from specbench.measure.records.source import source_sha256
 from specbench.system.errors import UserError, file_errors
 from specbench.system.files import (
@@ -61,7 +62,7 @@ NOT_MEASURED = (
 def find_or_create(config: Mapping, taken: Collection[Path] = ()) -> Path:
     """The folder to measure `config` in: its `run_dir`, or else the newest that can go on, or a new one.
 
-    A folder can go on while it has no summary, and was made for the same configuration by the same code.
+    A folder can go on while it has no summary, and was made for the same configuration and questions by the same code.
 
     Args:
         config: of the run.
@@ -72,7 +73,7 @@ def find_or_create(config: Mapping, taken: Collection[Path] = ()) -> Path:
             read.
     """
     config = plain(config)
-    code = {"source_sha256": source_sha256()}
+    code = _code(config)
     if config["run_dir"] is not None:
         return _given_folder(Path(config["run_dir"]), config, code)
     root = Path(config["runs_root"])
@@ -84,10 +85,11 @@ def find_or_create(config: Mapping, taken: Collection[Path] = ()) -> Path:
 
 
 def is_measured(run_dir: Path, config: Mapping) -> bool:
-    """Whether a folder holds all of `config`, measured by this very code, and none of its questions failed."""
+    """Whether a folder holds all of `config`, these questions by this very code, and none of its questions failed."""
     if not is_complete(run_dir) or read_json(run_dir / SUMMARY)["status"] != "complete":
         return False
-    return _difference(run_dir, plain(config), {"source_sha256": source_sha256()}) is None
+    config = plain(config)
+    return _difference(run_dir, config, _code(config)) is None
 
 
 def note_failure(run_dir: Path, why: str) -> None:
@@ -137,6 +139,11 @@ def _label(config: dict) -> str:
     return "_".join([*(re.sub(r"[^\w.-]+", "-", str(part)) for part in parts), config_hash(config)])
 
 
+def _code(config: dict) -> dict[str, str]:
+    """What a run is made of beside its configuration."""
+    return {"source_sha256": source_sha256(), "questions_sha256": questions_sha256(config["data"])}
+
+
 def _start(run_dir: Path, config: dict, code: dict) -> Path:
     write_json(run_dir / CODE, code)
     write_atomic(run_dir / CONFIG, yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
@@ -149,7 +156,10 @@ def _difference(run_dir: Path, config: dict, code: dict) -> str | None:
         return "it holds something else than a run"
     if _canonical(read_config(run_dir)) != _canonical(config):
         return "it was made for another configuration"
-    return None if read_json(run_dir / CODE) == code else "the code has changed since"
+    before = read_json(run_dir / CODE)
+    if before["source_sha256"] != code["source_sha256"]:
+        return "the code has changed since"
+    return None if before == code else "the questions have changed since"
 
 
 def _given_folder(run_dir: Path, config: dict, code: dict) -> Path:
