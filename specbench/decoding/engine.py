@@ -137,6 +137,7 @@ class Engine:
                 for i, request in enumerate(requests)
             ]
             waiting, emitted = deque(sequences), 0
+            self._are_nan: list[torch.Tensor] = []
             rounds: list[Round] = []
             while True:
                 if waiting:
@@ -149,6 +150,7 @@ class Engine:
                 yield emitted - before
                 self._last = self.clock.mark()
             self.clock.synchronize()
+            check_numbers(self._are_nan)
         except BaseException:  # also where it is closed early
             self._cache = None  # it may hold NaN or infinities, which a mask does not remove (0 * inf = NaN)
             raise
@@ -192,8 +194,7 @@ class Engine:
             drafter.commit(batch, verified)
         for slot, one in enumerate(running):
             if one.done:
-                check_numbers(logits[slot, :1])
-                self._end(slot, one)
+                self._end(slot, one, logits[slot, 0])
         layer = draft.resume.layer if draft.resume is not None else 0
         self._last = clock.mark()
         marks = (begun, arranged, drafted, verified_at, self._last)
@@ -326,7 +327,6 @@ class Engine:
         prefill = self.target.prefill(prompt, self._layout.prefill_view(slot, n), self.drafter.taps)
         draw = None if self._uniforms is None else self._uniforms[slot, n : n + 1, TARGET]
         first, _ = request.decoding.select(prefill.logits, draw)
-        check_numbers(prefill.logits)
         self._tokens[slot, n : n + 1] = first
         one.tokens += check_sampled(first.tolist())
         try:
@@ -335,13 +335,17 @@ class Engine:
             self.drafter.end(slot)
             raise
         if one.done:
-            self._end(slot, one)
+            self._end(slot, one, prefill.logits)
         self._last = self.clock.mark()
         one.prefill = (begun, self._last)
 
-    def _end(self, slot: int, one: SequenceState) -> None:
-        """Lets the drafter know that a sequence is complete."""
+    def _end(self, slot: int, one: SequenceState, logits: torch.Tensor) -> None:
+        """Lets the drafter know that a sequence is complete, and looks at its last logits.
+
+        NaN stay in the cache, so that all later logits of a sequence hold them. They are read when all is done.
+        """
         one.ended = True
+        self._are_nan.append(logits.isnan().any())
         self.drafter.end(slot)
 
     def _allocate(self, requests: list[Request]) -> None:

@@ -126,11 +126,10 @@ def check_sampled(tokens: list[int]) -> list[int]:
     return tokens
 
 
-def check_numbers(logits: torch.Tensor) -> None:
-    """Raises UserError where logits hold NaN, of which a greedy choice is some token without a word.
+def check_numbers(are_nan: list[torch.Tensor]) -> None:
+    """Raises UserError where one of some truth values [] on the device says that logits hold NaN.
 
-    NaN stay in the cache, so that all later logits of a sequence hold them: it is enough to look where it begins and
-    ends.
+    Of these a greedy choice is some token, without a word.
     """
-    if logits.isnan().any():
+    if are_nan and torch.stack(are_nan).any():
         raise UserError(f"no token can be chosen: the logits of the target {NO_NUMBERS}")

@@ -262,7 +262,7 @@ class Job:
             "round_costs": chosen["round_costs"],
             "draft": draft,
             "questions": collected["questions"]["sha256"],
-            "processor": provenance.processor(collected["machine"], setup.pair.device),
+            "processor": provenance.processor(setup.pair.device),
         }
         write_json(self.run_dir / store.FACTS, run_facts)
         return run_facts, probes

@@ -134,8 +134,8 @@ class Recorded:
     def _after_full(self) -> float:
         """As the attribute; drafts that stopped by themselves do not count as whole."""
         drafted = self._rounds[self._rounds["limit"] > 0]
-        whole = drafted["accepted"] == drafted["limit"]
-        full = whole.groupby([drafted[key] for key in ANSWER]).shift()
+        accepted_all = drafted["accepted"] == drafted["limit"]
+        full = accepted_all.groupby([drafted[key] for key in ANSWER]).shift()
         after = drafted[full.fillna(False).astype(bool)]
         return float((after["accepted"] > 0).mean()) if len(after) else 1.0
 

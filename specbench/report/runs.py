@@ -223,7 +223,9 @@ def _derived(folder: Path) -> dict:
         raise UserError(f"damaged: {store.FACTS} and {store.CONFIG} lack {named(lacking)}")
     facts = migrated_facts(facts)
     if origin := Run(folder, {}).provenance:
-        facts = {"processor": provenance.processor(origin["machine"], facts["device"])} | facts
+        machine = origin["machine"]
+        on_gpu = facts["device"].startswith("cuda") and machine["gpus"]
+        facts = {"processor": machine["gpus"][0]["name"] if on_gpu else machine["cpu"]} | facts
     return finite(metrics.summary(_records(folder), facts, config))
 
 

@@ -183,8 +183,8 @@ def test_gpus_are_read_from_nvidia_smi(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="ab-12"))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU of {device}")
     assert provenance.gpus(provenance.GPU_STATE, torch.device("cuda:1"))[0]["clocks.sm"] == "900"
-    names = [provenance.processor({"cpu": "a CPU"}, torch.device(name)) for name in ("cuda:1", "cpu")]
-    assert names == ["GPU of cuda:1", "a CPU"]
+    names = [provenance.processor(torch.device(name)) for name in ("cuda:1", "cpu")]
+    assert names == ["GPU of cuda:1", provenance.cpu_model()]
     tool.write_text("#!/bin/sh\necho 'no driver' >&2\nexit 9\n")
     assert provenance.gpus() == []
 

@@ -278,7 +278,7 @@ def test_an_estimate_is_of_the_place_and_the_token_in_front(tmp_path):
     assert len({*compared}) > 2
 
 
-def test_a_draft_reads_its_model_once(tmp_path):
+def test_a_draft_reads_its_model_once_and_keys_and_values_twice(tmp_path):
     pair = random_pair("llama")
     head = pair.target.lm_head.weight.nbytes + pair.target.model.norm.weight.nbytes
     for kind in KINDS:
@@ -289,7 +289,11 @@ def test_a_draft_reads_its_model_once(tmp_path):
         by_row = ("markov_head", "candidate_selector.predecessor", "candidate_selector.successor")
         once = sum(size for name, size in weights.items() if not name.startswith(by_row))
         again = BLOCK * weights.get("markov_head.markov_w2.weight", 0)
-        assert steps[0].draft_bytes == once + head + again
+        # Keys and values of known tokens, too, before the block's own.
+        of_known = sum(
+            size for name, size in weights.items() if "k_proj.weight" in name or "v_proj.weight" in name
+        )
+        assert steps[0].draft_bytes == once + of_known + head + again
 
 
 @pytest.mark.first_fast

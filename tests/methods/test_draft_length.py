@@ -129,7 +129,9 @@ def test_the_engine_and_a_replay_choose_alike():
         if step.accepted < step.drafted:
             right[at + step.accepted] = 0
         at += step.emitted
-    assert rounds_of(right, rule) == [(step.drafted, step.accepted) for step in steps]
+    assert rounds_of(right, np.full(len(right), len(right)), rule) == [
+        (step.drafted, step.accepted) for step in steps
+    ]
 
 
 def test_a_tree_is_judged_by_the_levels_that_it_has(tmp_path):

@@ -173,11 +173,11 @@ def machine() -> dict:
     }
 
 
-def processor(facts: Mapping, device: torch.device) -> str:
-    """The name of what computes: of the GPU that a "cuda" device is, else of the processor; facts: as of `machine`."""
+def processor(device: torch.device) -> str:
+    """The name of what computes: of the GPU that a "cuda" device is, else of the processor."""
     import torch
 
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else facts["cpu"]
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_model()
 
 
 def gpus(fields: Sequence[str] = GPU_FIELDS, device: torch.device | None = None) -> list[dict[str, str]]:
