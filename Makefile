@@ -22,7 +22,7 @@ TINY := build/tiny
 EVERY := not nightly
 FAST := $(EVERY) and not slow and not process and not cluster and not browser and not cuda
 # Byte code of tests, kept where `make clean` finds it: without it each process compiles 300 modules anew.
-PYTEST = unset PYTHONDONTWRITEBYTECODE; PYTHONPYCACHEPREFIX=$(CURDIR)/build/pycache $(PY) -m pytest -n auto --dist worksteal
+PYTEST = unset PYTHONDONTWRITEBYTECODE; PYTHONPYCACHEPREFIX='$(CURDIR)/build/pycache' $(PY) -m pytest -n auto --dist worksteal
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))

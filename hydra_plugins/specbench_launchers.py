@@ -25,13 +25,14 @@ from specbench import THREAD_VARIABLES
 from specbench.system.errors import UserError, import_optional, one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable, Sequence
+    from collections.abc import Callable, Generator, Iterable, Sequence
     from pathlib import Path
     from types import ModuleType
 
     from hydra.types import HydraContext, TaskFunction
 
 POLL_SECONDS = 1
+DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
 class SweepLauncher(Launcher):
@@ -99,7 +100,6 @@ class Submitit(SweepLauncher):
         Raises:
             UserError: submitit is not installed, or the cluster does not take its parameters.
         """
-        from specbench.commands.run import measure
         from specbench.system.processes import heeding_sigterm
 
         submitit = import_optional("submitit", "slurm")
@@ -116,7 +116,10 @@ class Submitit(SweepLauncher):
         left = iter(run_dirs)
         with heeding_sigterm():
             while group := list(islice(left, self.at_once)):
-                submitted = executor.map_array(partial(measure, logged=True), group)
+                try:
+                    submitted = executor.map_array(self.measuring(), group)
+                except submitit.core.utils.FailedJobError as error:  # refused, with the cluster's own words
+                    raise UserError(f"hydra/launcher=submitit_{self.cluster}: {one_line(error)}") from error
                 print(f"{len(group)} jobs submitted; logs are in {logs}", file=sys.stderr)
                 of_job = dict(zip(submitted, group))
                 try:
@@ -126,6 +129,12 @@ class Submitit(SweepLauncher):
                     for job in of_job:
                         job.cancel()
 
+    def measuring(self) -> Callable[[Path], int]:
+        """What a job calls with its run folder."""
+        from specbench.commands.run import measure
+
+        return partial(measure, logged=True)
+
 
 class SubmititSlurm(Submitit):
     """Under Slurm, as one array."""
@@ -134,9 +143,24 @@ class SubmititSlurm(Submitit):
 
 
 class SubmititLocal(Submitit):
-    """On this machine in Slurm's manner."""
+    """On this machine in Slurm's manner, on the GPUs that the command may use."""
 
     cluster, at_once = "local", 1
+
+    def measuring(self) -> Callable[[Path], int]:
+        """As in the base class; submitit would make the first GPUs visible, whichever the command was given."""
+        return partial(measure_on_devices, devices=os.environ.get(DEVICES))
+
+
+def measure_on_devices(run_dir: Path, devices: str | None) -> int:
+    """Measures a job with the GPUs that the command may use; devices: the variable for that, None: not set."""
+    from specbench.commands.run import measure
+
+    if devices is None:
+        os.environ.pop(DEVICES, None)
+    else:
+        os.environ[DEVICES] = devices
+    return measure(run_dir, logged=True)
 
 
 def _outcome(job) -> tuple[int, str | None]:

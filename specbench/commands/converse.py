@@ -27,7 +27,7 @@ from specbench.data.contamination import BenchmarkNgrams
 from specbench.data.questions import file_questions, questions_sha256
 from specbench.data.synthesis import Filters, Kind, Material, kinds_of, loop_start
 from specbench.report.cells import console
-from specbench.system.errors import UserError, stoppable
+from specbench.system.errors import UserError, file_errors, stoppable
 from specbench.system.files import lock_file, make_folder, refuse_foreign, whole_lines
 from specbench.system.settings import Count, Natural, Probability, Range, Seed, check_all, plain
 
@@ -285,7 +285,11 @@ class Output:
         return f"pool {len(self.lines)}, after {self.tokens:,} tokens of answers" if self.lines else None
 
     def add(self, talks: list[Talk], dropped: Counter[str]) -> None:
-        """Writes a pool."""
+        """Writes a pool. Raises UserError where it cannot be written."""
+        with file_errors(writing=self.path):
+            self._add(talks, dropped)
+
+    def _add(self, talks: list[Talk], dropped: Counter[str]) -> None:
         with self.path.open("a", encoding="utf-8") as file:
             for talk in talks:
                 row = {"kind": talk.kind.name, "messages": talk.messages}

@@ -27,7 +27,7 @@ from specbench.commands.sweep import Job
 from specbench.config.checks import check
 from specbench.data.questions import SPEC_BENCH, WARMUP
 from specbench.measure.records import run_folder as store
-from specbench.measure.records.source import source_sha256
+from specbench.measure.records.source import method_sha256, source_sha256
 from specbench.system import settings as values
 from specbench.system.errors import UserError, import_optional, one_line_errors
 from specbench.system.files import lock_folder, make_folder
@@ -171,7 +171,8 @@ def study_folder(base: DictConfig, space: str) -> Path:
     from specbench.measure.machine import provenance  # late: the hub's client takes a second
 
     threads = [os.environ.get(name) for name in THREAD_VARIABLES]
-    same = [store.config_hash(checked), space, source_sha256(), provenance.machine(), threads]
+    code = [source_sha256(), method_sha256(OmegaConf.to_container(checked))]
+    same = [store.config_hash(checked), space, code, provenance.machine(), threads]
     digest = hashlib.sha256(json.dumps(same).encode()).hexdigest()[:8]
     folder = Path(base.runs_root) / "tune" / f"{spec.groups['method']['name']}_{base.pair.name}_{digest}"
     return make_folder(folder)

@@ -256,8 +256,7 @@ def unknown_key(key: str, config_name: str, overrides: list[str]) -> str:
     """One line about a key that is not in the configuration which the overrides' group choices give."""
     pairs = [override.split("=", 1) for override in overrides if "=" in override]
     choices = [f"{group}={value.split(',')[0]}" for group, value in pairs if is_group(group)]
-    if user_conf := own_conf():
-        choices.append(f"hydra.searchpath=[file://{user_conf}]")
+    choices += _own_searchpath()
     node = _composed_of(config_name, [one for one in choices if not one.startswith(f"{key}=")], key)
     for part in key.split("."):
         children = node if isinstance(node, dict) else {}
@@ -320,6 +319,18 @@ def _as_it_stands(group: str, name: str, pair: str | None, _working_folder: Path
     return cast("dict[str, Any]", OmegaConf.to_container(composed))
 
 
+def quoted(text: str) -> str:
+    """A text as a value in Hydra's grammar, which takes some characters of paths only in quotes."""
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
+
+
+def _own_searchpath() -> list[str]:
+    """The override that lets Hydra look in the user's own folder, too."""
+    user_conf = own_conf()
+    return [] if user_conf is None else [f"hydra.searchpath=[{quoted(f'file://{user_conf}')}]"]
+
+
 def compose_arguments(config_name: str, overrides: list[str]) -> DictConfig:
     """What Hydra composes of `key=value` arguments, before the command runs that it is for.
 
@@ -327,20 +338,23 @@ def compose_arguments(config_name: str, overrides: list[str]) -> DictConfig:
         UserError: as `with_hydra`.
     """
     check_overrides(overrides)
-    searched = [f"hydra.searchpath=[file://{user_conf}]"] if (user_conf := own_conf()) else []
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
-            return compose(config_name, [*overrides, *searched])
+            return compose(config_name, [*overrides, *_own_searchpath()])
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(explain(error, config_name, overrides)) from error
 
 
 def positional(key: str, arguments: list[str], usage: str) -> list[str]:
-    """Arguments, the only one of them without `=` as the value of a key. Raises UserError unless there is just one."""
+    """Arguments, the only one of them without `=`, or else the only file, as the value of a key.
+
+    Raises UserError unless there is just one.
+    """
     words = [argument for argument in arguments if "=" not in argument]
+    words = words or [argument for argument in arguments if Path(argument).is_file()]
     if len(words) != 1 or words[0].startswith("-"):
         raise UserError(f"usage: {usage}")
-    return [f"{key}={words[0]}", *(argument for argument in arguments if argument != words[0])]
+    return [f"{key}={quoted(words[0])}", *(argument for argument in arguments if argument != words[0])]
 
 
 def with_hydra(config_name: str, task: Callable[[DictConfig], object]) -> int:

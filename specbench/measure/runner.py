@@ -47,7 +47,7 @@ from specbench.measure.round_costs import set_round_costs
 from specbench.measure.served import prepare_served
 from specbench.measure.warm_up import choose_layouts, choose_threads, warm_up
 from specbench.models.pairs import load_pair, name_of, pair_for
-from specbench.system.errors import UserError, one_line, one_line_errors
+from specbench.system.errors import BusyError, UserError, one_line, one_line_errors
 from specbench.system.files import read_json, write_json
 from specbench.system.settings import CONSTANT, GOODPUT, flat, parameters
 
@@ -245,7 +245,11 @@ class Job:
         probes = Probes(setup.pair.device)
         first = probes.take()
         speed = {"machine": probes.machine, "best": probes.best}
-        provenance.record(self.run_dir, collected | chosen | {"speed": speed | {"first": first}})
+        try:
+            provenance.record(self.run_dir, collected | chosen | {"speed": speed | {"first": first}})
+        except UserError as error:
+            store.give_up(self.run_dir, str(error))
+            raise
         bandwidth = provenance.bandwidth(setup.pair.device)
         if (self.run_dir / store.FACTS).exists():  # peak and ceiling are those of all processes
             facts_before = read_json(self.run_dir / store.FACTS)
@@ -369,6 +373,8 @@ def main() -> int:
     run_dir = Path(sys.argv[1])
     try:
         return run(run_dir)
+    except BusyError:  # the folder is another process's, and so is what it says of failures
+        raise
     except Exception as error:
         # On a full disk there may be no room for the note: what happened is told all the same.
         with suppress(UserError):

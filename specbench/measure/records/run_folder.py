@@ -22,7 +22,7 @@ import yaml
 
 from specbench.config.spec import other_engine
 from specbench.data.questions import questions_sha256
-from specbench.measure.records.source import source_sha256
+from specbench.measure.records.source import method_sha256, source_sha256
 from specbench.system.errors import UserError, file_errors
 from specbench.system.files import (
     finite,
@@ -44,6 +44,7 @@ EXIT_CONTINUE = (
     75  # exit code of a process that has measured its share: another one is to go on (EX_TEMPFAIL)
 )
 FAILURE = "failure.json"  # why the last attempt ended early
+GIVEN_UP = "given_up.json"  # why no command looks for it any more
 ANSWERS = {"method": "answers.jsonl", "baseline": "answers_baseline.jsonl"}
 NOT_MEASURED = (
     "run_dir",
@@ -62,7 +63,7 @@ NOT_MEASURED = (
 def find_or_create(config: Mapping, taken: Collection[Path] = ()) -> Path:
     """The folder to measure `config` in: its `run_dir`, or else the newest that can go on, or a new one.
 
-    A folder can go on while it has no summary, and was made for the same configuration and questions by the same code.
+    A folder can go on while it has no summary, was not given up, and was made for the same configuration and questions by the same code.
 
     Args:
         config: of the run.
@@ -78,7 +79,7 @@ def find_or_create(config: Mapping, taken: Collection[Path] = ()) -> Path:
         return _given_folder(Path(config["run_dir"]), config, code)
     root = Path(config["runs_root"])
     for run_dir in sorted(root.glob(f"*_{config_hash(config)}"), reverse=True):  # names begin with the date
-        free = run_dir not in taken and not is_complete(run_dir)
+        free = run_dir not in taken and not is_complete(run_dir) and not (run_dir / GIVEN_UP).exists()
         if free and _difference(run_dir, config, code) is None:
             return run_dir
     return _start(new_folder(root, _label(config)), config, code)
@@ -90,6 +91,11 @@ def is_measured(run_dir: Path, config: Mapping) -> bool:
         return False
     config = plain(config)
     return _difference(run_dir, config, _code(config)) is None
+
+
+def give_up(run_dir: Path, why: str) -> None:
+    """Lets the next command with the same configuration take another folder: this one cannot go on here."""
+    write_json(run_dir / GIVEN_UP, {"reason": why})
 
 
 def note_failure(run_dir: Path, why: str) -> None:
@@ -141,7 +147,11 @@ def _label(config: dict) -> str:
 
 def _code(config: dict) -> dict[str, str]:
     """What a run is made of beside its configuration."""
-    return {"source_sha256": source_sha256(), "questions_sha256": questions_sha256(config["data"])}
+    return {
+        "source_sha256": source_sha256(),
+        "method_sha256": method_sha256(config),
+        "questions_sha256": questions_sha256(config["data"]),
+    }
 
 
 def _start(run_dir: Path, config: dict, code: dict) -> Path:
@@ -157,9 +167,10 @@ def _difference(run_dir: Path, config: dict, code: dict) -> str | None:
     if _canonical(read_config(run_dir)) != _canonical(config):
         return "it was made for another configuration"
     before = read_json(run_dir / CODE)
-    if before["source_sha256"] != code["source_sha256"]:
-        return "the code has changed since"
-    return None if before == code else "the questions have changed since"
+    for what, keys in (("code", ("source_sha256", "method_sha256")), ("questions", ("questions_sha256",))):
+        if any(before.get(key) != code[key] for key in keys):
+            return f"the {what} {'has' if what == 'code' else 'have'} changed since"
+    return None
 
 
 def _given_folder(run_dir: Path, config: dict, code: dict) -> Path:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import importlib.util
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from specbench import METHODS, ROOT
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Iterator, Mapping
 
 # Code that may change while a run is interrupted: folders, and files that make what is measured or choose its settings.
 NOT_MEASURING = ("specbench/report", "specbench/tiny")
@@ -37,6 +39,41 @@ def source_sha256() -> str:
     for path in sorted(KERNELS.iterdir()):
         digest.update(f"{path.name}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\0".encode())
     return digest.hexdigest()
+
+
+def method_sha256(config: Mapping) -> str | None:
+    """Hex digest of methods that are not a part of this project: of their packages, or of the modules in their folder.
+
+    Args:
+        config: of a run, with `_target_`s.
+
+    Returns:
+        None where all of them are.
+    """
+    modules = {target.partition(".")[0] for target in _targets(config)}
+    files: set[Path] = set()
+    for name in modules:
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.origin is None:
+            continue
+        file = Path(spec.origin).resolve()
+        if not file.is_relative_to(ROOT / "specbench") and not file.is_relative_to(METHODS):
+            files.update(
+                file.parent.rglob("*.py") if file.name == "__init__.py" else file.parent.glob("*.py")
+            )
+    digests = [f"{path.name}\0{_code_sha256(path.read_bytes())}\0" for path in sorted(files)]
+    return hashlib.sha256("".join(digests).encode()).hexdigest() if digests else None
+
+
+def _targets(node: Any) -> Iterator[str]:
+    """The classes that a configuration names."""
+    if isinstance(node, dict):
+        if isinstance(target := node.get("_target_"), str):
+            yield target
+        node = list(node.values())
+    if isinstance(node, list):
+        for item in node:
+            yield from _targets(item)
 
 
 def measuring_files() -> list[Path]:
