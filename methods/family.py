@@ -10,6 +10,7 @@ and a stopped one continues where it was stopped.
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import sys
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING
 from methods.common.build import Step, run_all
 from methods.sps_tree.drafter import FILE as TREE
 from methods.states import RECORD as STATES
+from specbench.data.conversations import HELD_OUT_EVERY
 from specbench.data.training import RECORD
 from specbench.report.cells import console
 from specbench.system.errors import one_line_errors
@@ -191,11 +193,24 @@ def steps(build: Build, size: Size) -> list[list[Step]]:
 
 
 def shuffle(answers: Path) -> None:
-    """Writes the answers of both targets as one file, in an order of their own."""
-    lines = [
-        line for name in ("shallow", "deep") for line in (answers / f"{name}.jsonl").open(encoding="utf-8")
-    ]
-    random.Random(SEED).shuffle(lines)
+    """Writes the answers of both targets as one file, in an order of their own.
+
+    Those to one prompt are all held out, or none is: one would tell what the other says.
+    """
+    by_prompt: dict[str, list[str]] = {}
+    for name in ("shallow", "deep"):
+        for line in (answers / f"{name}.jsonl").open(encoding="utf-8"):
+            by_prompt.setdefault(json.loads(line)["messages"][0]["content"], []).append(line)
+    rng, groups = random.Random(SEED), [*by_prompt.values()]
+    rng.shuffle(groups)
+    size = -(-sum(map(len, groups)) // HELD_OUT_EVERY)
+    held_out: list[str] = []
+    learnt: list[str] = []
+    for group in groups:
+        (held_out if len(held_out) + len(group) <= size else learnt).extend(group)
+    rng.shuffle(learnt)
+    count = len(held_out) + len(learnt)
+    lines = [(held_out if i % HELD_OUT_EVERY == 0 and held_out else learnt).pop() for i in range(count)]
     partial = answers / "both.partial"
     partial.write_text("".join(lines), encoding="utf-8")
     partial.replace(answers / "both.jsonl")

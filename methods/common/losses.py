@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from specbench.data.training import Batch
     from specbench.decoding.model.anatomy import LogitSteps
 
-CHUNK = 512  # positions whose logits exist at a time
+CHUNK = 512  # positions whose logits are computed at a time; without a checkpoint torch keeps all for the way back
 LIKELIEST, PROBS = "likeliest", "probs"  # what a batch calls the target's stored distributions
 
 

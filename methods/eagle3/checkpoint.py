@@ -64,6 +64,7 @@ FIXED = {
     "use_last_layernorm": True,
     "use_mtp_layernorm": False,
     "hidden_act": "silu",
+    "parallel_draft_step": 1,  # of NVIDIA's files
 }
 KINDS = ("eagle3", "peagle")  # of speculators' files
 # What changes nothing in how the layers draft.
@@ -72,6 +73,7 @@ HARMLESS = {
     *("draft_vocab_size", "target_hidden_size", "target_vocab_size", "rope_theta", "rope_scaling"),
     *("torch_dtype", "transformers_version", "auto_map", "max_window_layers", "sliding_window"),
     *("use_sliding_window", "layer_types", "next_layer_regular", "embed_requires_grad", "ttt_steps"),
+    "parallel_draft_heads_num_layers",  # of heads that a step of 1 does not have
     *("speculators_config", "speculators_version", "has_no_defaults_at_init", "speculators_model_type"),
     *("para_depths", "para_num", "num_depths", "down_sample_ratio", "down_sample_ratio_min", "max_seq_len"),
     *("prediction_loss_weight", PARALLEL, *MASKS),

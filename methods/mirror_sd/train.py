@@ -112,13 +112,14 @@ class Streaming(torch.nn.Module):
 
     @torch.no_grad()
     def right(self, batch: Batch) -> torch.Tensor:
-        """How often the first choice was right.
+        """How often the first choice was right, of what the assistant says.
 
         Returns:
             [1 + s, 2]: for the next token and each stream, how many tokens of the text were its first choice, and of
             how many.
         """
         states, counts = self.states(batch["input_ids"]), []
+        batch = batch | {"loss_weight": (batch["loss_weight"] == 1).float()}
         for j in range(states.shape[2]):
             goals = Goals.of(batch, None, 1 + j)
             chosen = self._head(goals.before(states[:, :, j], 1 + j)).argmax(-1)

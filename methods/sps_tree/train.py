@@ -76,14 +76,15 @@ def count(
 ) -> tuple[Counter[tuple[int, ...]], int, str]:
     """Paths on answers of `tokens` tokens or a few more, the places that were counted, and the text's checksum."""
     path_counts: Counter[tuple[int, ...]] = Counter()
-    positions, digest = 0, hashlib.sha256()
+    answered_tokens, positions, digest = 0, 0, hashlib.sha256()
     with tqdm(total=tokens, desc="answers", unit="token") as bar:
         for prompt, answer in stream:
             path_counts += paths_of(ranks_of(draft, prompt, answer), depth, limit)
             digest.update(json.dumps([prompt, answer]).encode())
             positions += len(answer) - 1
             bar.update(len(answer))
-            if bar.n >= tokens:
+            answered_tokens += len(answer)
+            if answered_tokens >= tokens:
                 return path_counts, positions, digest.hexdigest()
     raise AssertionError("conversations do not end")
 

@@ -41,6 +41,12 @@ def _models(cfg: DictConfig) -> Iterator[tuple[str, Path]]:
 
     pair = load_pair(cfg.pair, 0, with_draft=cfg.pair.draft is not None)
     write = as_gguf if cfg.form == "gguf" else as_folder
+    if write is as_gguf:
+        print(
+            "the file does not name how its tokenizer splits text before it merges bytes: give engines token ids, or "
+            "set tokenizer.ggml.pre in it",
+            file=sys.stderr,
+        )
     for what, model in (("target", pair.target), ("draft", pair.draft)):
         if model is not None:
             yield what, write(model, pair.exported_tokenizer, f"{pair.name}-{what}")

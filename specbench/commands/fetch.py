@@ -16,14 +16,13 @@ from specbench.system.errors import one_line_errors
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-WEIGHTS = ["*.safetensors", "*.bin", "*.pt"]
-
 
 def fetch(cfg: DictConfig) -> None:
     """Fetches target, draft model, trained parts and tokenizer, and prints where each lies, or raises UserError."""
     check_sources(cfg)
     from specbench.models.pairs import (
         SMALL_FILES,
+        WEIGHT_FILES,
         fetch_small_files,
         local_folder,
         model_folder,
@@ -38,7 +37,7 @@ def fetch(cfg: DictConfig) -> None:
         folder = local_folder(name) or model_folder(name, pair.packages)
         if folder is None:
             revision = pair.get(f"{what}_revision")
-            folder = fetch_small_files(name, revision, pair.gated, [*SMALL_FILES, *WEIGHTS])
+            folder = fetch_small_files(name, revision, pair.gated, [*SMALL_FILES, *WEIGHT_FILES])
         print(f"{what}: {folder}")
     if (name := pair.tokenizer) is not None:
         folder = local_folder(name) or model_folder(name, pair.packages)

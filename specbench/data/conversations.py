@@ -266,8 +266,7 @@ def tokenizer_of(pair: Pair, prompt_weight: float = 0.0) -> Callable[[Messages],
         UserError: as `check_prompt_weight`.
     """
     check_prompt_weight(prompt_weight)
-    eos = pair.tokenizer.eos_token_id
-    stop = [eos] if eos in pair.stop_ids else sorted(pair.stop_ids)[:1]
+    stop = end_of_answer(pair)
 
     def tokenize(messages: Messages) -> list[Tokens]:
         rows: list[Tokens] = []
@@ -288,6 +287,21 @@ def tokenizer_of(pair: Pair, prompt_weight: float = 0.0) -> Callable[[Messages],
         return [(ids, [0.0, *weights[1:]]) for ids, weights in rows if ids]
 
     return tokenize
+
+
+def end_of_answer(pair: Pair) -> list[int]:
+    """The stop token that the template writes after an answer, which need not be the tokenizer's own (GLM-4, Gemma).
+
+    Where the template writes none there, the tokenizer's, or else any that the pair has; [] where it has none.
+    """
+    talk = [("user", "Is it?"), ("assistant", "Yes."), ("user", "Why?")]
+    messages = [{"role": role, "content": text} for role, text in talk]
+    begun = pair.prompt_ids(messages[:1]) + pair.tokenizer.encode("Yes.", add_special_tokens=False)
+    written = pair.prompt_ids(messages)
+    if written[: len(begun)] == begun and written[len(begun)] in pair.stop_ids:
+        return [written[len(begun)]]
+    eos = pair.tokenizer.eos_token_id
+    return [eos] if eos in pair.stop_ids else sorted(pair.stop_ids)[:1]
 
 
 def packed_rows(rows: Iterable[Tokens], length: int, pad_id: int) -> Iterator[Tokens]:

@@ -40,6 +40,8 @@ DATASTORE = "datastore.json"  # the record of a part that is no weights, but a t
 STATES = "states.json"  # the record of a target's states that were stored
 # Settings that a training may go on with when they have changed; the text counts, not where it lies.
 FREE = ("out", "save_every", "save_dtype", "conversations", "states", "data", "task")
+# Of the pair, what decides where and how fast, and which parts were trained so far.
+FREE_OF_PAIR = ("parts", "limit", "max_new_tokens", "graphs", "compile", "device", "device_map")
 PLAIN = ("NO", "MULTI_GPU", "MULTI_CPU")  # accelerate's names
 WARMUP = 20  # the learning rate rises in one of so many steps
 WRITE_ERRORS = (OSError, SafetensorError)  # where a disk is full, or may not be written
@@ -342,6 +344,7 @@ def _replace(checkpoints: Path, step: int) -> None:
 def conditions(cfg: DictConfig) -> dict[str, Any]:
     """What must be the same for a training to go on where it stopped: its settings, and the text that it reads."""
     settings = {key: value for key, value in plain(cfg).items() if key not in FREE}
+    settings["pair"] = {key: value for key, value in settings["pair"].items() if key not in FREE_OF_PAIR}
     states = _stored_states(cfg)
     text = {
         "conversations": data_of(cfg),
@@ -381,6 +384,8 @@ def check_stopped(cfg: DictConfig) -> None:
 def _check_same(folder: Path, file: Path, now: dict[str, Any]) -> dict[str, Any]:
     """The conditions in a file. Raises UserError where they are not those of a training."""
     then = read_json(file)
+    if isinstance(then.get("pair"), dict):  # older files have all of it
+        then["pair"] = {key: value for key, value in then["pair"].items() if key not in FREE_OF_PAIR}
     keys = sorted((then.keys() | now.keys()) - {"torch_threads"})
     differing = [key for key in keys if then.get(key) != now.get(key)]
     if foreign := [key for key in differing if key in then.keys() ^ now.keys()]:
@@ -390,8 +395,12 @@ def _check_same(folder: Path, file: Path, now: dict[str, Any]) -> dict[str, Any]
         )
     if differing:
         key = differing[0]
+        had, has = then.get(key), now.get(key)
+        if isinstance(had, dict) and isinstance(has, dict):  # of the pair: the setting that differs
+            inner = next(name for name in sorted(had.keys() | has.keys()) if had.get(name) != has.get(name))
+            key, had, has = f"{key}.{inner}", had.get(inner), has.get(inner)
         raise UserError(
-            f"{folder} holds a training with {key}={then.get(key)}, not {now.get(key)}: "
+            f"{folder} holds a training with {key}={had}, not {has}: "
             "give its settings to go on, remove it to start anew, or name another folder with out="
         )
     return then

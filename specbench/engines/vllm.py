@@ -18,9 +18,11 @@ from specbench.engines.served import PLAIN, SPECULATIVE, ServedEngine
 from specbench.engines.server import HOST, Server, shared_cores
 from specbench.engines.vllm_proposer import DRAFTER
 from specbench.models.export import as_folder, as_part
+from specbench.models.names import local_folder
+from specbench.models.pairs import SMALL_FILES, WEIGHT_FILES, fetch_small_files
 from specbench.system.errors import UserError
 from specbench.system.files import make_folder
-from specbench.system.paths import cache_folder, packaged
+from specbench.system.paths import cache_folder
 from specbench.system.settings import LEARNS
 
 if TYPE_CHECKING:
@@ -83,7 +85,10 @@ class Vllm(ServedEngine):
             longest = drafter["max_draft_tokens"]
             drafts = {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": longest}
         elif "model" in drafts:
-            drafts["model"] = str(packaged(drafts["model"]))
+            name = drafts["model"]  # fetched here: the servers have no network
+            drafts["model"] = str(
+                local_folder(name) or fetch_small_files(name, patterns=[*SMALL_FILES, *WEIGHT_FILES])
+            )
         elif pair.draft is not None:
             drafts["model"] = str(as_folder(pair.draft, pair.exported_tokenizer, f"{pair.name}-draft"))
         cores = shared_cores(threads)

@@ -201,6 +201,19 @@ def neutral(model: Any) -> Iterator[None]:
         model.generation_config = usual
 
 
+@contextmanager
+def usual_experts(model: Any, usual: dict[str, str]) -> Iterator[None]:
+    """Within, experts are computed as outside of generate, which has its own way while it decodes on a GPU."""
+    if (decoding := model.get_experts_implementation()) == usual:
+        yield
+        return
+    model.set_experts_implementation(usual)
+    try:
+        yield
+    finally:
+        model.set_experts_implementation(decoding)
+
+
 def hf_generate(
     pair: Pair, batch_size: int = 1, pass_bytes: int | None = 0, **options: Any
 ) -> Callable[[list[Request], Pause], list[Generation]]:
@@ -236,6 +249,7 @@ def hf_generate(
             **settings,
         )
         torch.manual_seed(requests[0].seed)
+        experts = target.get_experts_implementation()
         clock.synchronize()
         longest = max(len(r.prompt) for r in requests)
         begins, ends, lengths = [clock.mark()], [], [longest]
@@ -245,7 +259,8 @@ def hf_generate(
             """Ends a step, the first of which is the prefill; ids: [batch, n] so far."""
             ends.append(clock.mark())
             lengths.append(ids.shape[1])
-            pause(len(ids) * (lengths[-1] - lengths[-2]))
+            with usual_experts(target, experts):
+                pause(len(ids) * (lengths[-1] - lengths[-2]))
             begins.append(clock.mark())
             return stops
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from specbench.decoding.kv_cache import ForwardContext
+from specbench.decoding.model.graphs import uncaptured
 from specbench.decoding.state import Draft
 from specbench.decoding.tree import Tree
 
@@ -28,6 +29,7 @@ NOT_ROUNDING = 4  # times the change in the model's own forward; on CPUs ours is
 
 
 @torch.inference_mode()
+@uncaptured()
 def forced_logits(target: StagedModel, prompt: list[int], answer: list[int], block: int) -> torch.Tensor:
     """Logits [len(answer), vocab] that the target gives each token of `answer`, fed `block` rows at a time.
 
@@ -43,6 +45,7 @@ def forced_logits(target: StagedModel, prompt: list[int], answer: list[int], blo
 
 
 @torch.inference_mode()
+@uncaptured()
 def tree_logits(
     target: StagedModel, prompt: list[int], answer: list[int], widest: int = max(BLOCKS)
 ) -> torch.Tensor:
@@ -67,6 +70,7 @@ def tree_logits(
 
 
 @torch.inference_mode()
+@uncaptured()
 def next_logits(target: StagedModel, prompt: list[int], answer: list[int], index: int) -> torch.Tensor:
     """Logits [vocab] of token `index` of `answer`, as the target has them decoding token by token."""
     ids = torch.tensor([prompt + answer[:index]], device=target.device)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from specbench.decoding.cpu import autotune
 from specbench.decoding.model.fixed_shape import KV_BUCKET, rounded_up
 from specbench.decoding.model.graphs import GraphRunner
-from specbench.measure.arms import BASELINE, METHOD, SINGLE
+from specbench.measure.arms import BASELINE, HF, METHOD, SINGLE, FastestOf
 from specbench.measure.draft_length import Constant, VariableLength
 from specbench.system import threads
 
@@ -26,12 +26,13 @@ TOKENS = 16  # of each arm on a warm-up question, to warm up and to choose the n
 def warm_up(setup: Setup, protocol: Protocol, questions: Sequence[Question] = ()) -> None:
     """Runs every arm on the warm-up questions with the shortest and the longest prompt.
 
-    Where passes are captured, it also runs prompts as long as those of the run's `questions`.
+    Where passes are captured, also those of generate, it also runs prompts as long as those of the run's `questions`.
     """
     # Whole answers where passes are captured: each number of entries that they attend to has a graph of its own.
     captured = isinstance(setup.target.runner, GraphRunner)
-    ends = end_requests(protocol, protocol.decoding.max_new_tokens if captured else TOKENS)
-    if captured:
+    lengths_count = captured or isinstance(setup.arms.get(HF), FastestOf)
+    ends = end_requests(protocol, protocol.decoding.max_new_tokens if lengths_count else TOKENS)
+    if lengths_count:
         ends = [*long_requests(ends[-1], protocol.longest_prompt(questions)), *ends]
     setup.set_reference_answers(ends)
     for name in setup.arms:

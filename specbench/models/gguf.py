@@ -20,12 +20,25 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 SUFFIX = ".gguf"
-FORM = 1  # of what is kept; another one is made anew
+FORM = 2  # of what is kept; another one is made anew
 SOURCE = "source.json"  # what a converted model says of its file
 MODEL, PARTIAL = "model", "partial"  # folders: of the model, and of what is not complete yet
 # Types of tensors that are not quantised.
 FLOATS = ("F32", "F16", "BF16", "F64")
 TOKENS = "tokenizer.ggml.tokens"
+# What ends a turn, where the file names it, and what such tokens are called in the vocabularies of chat models.
+ENDS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
+END_TOKENS = (
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<end_of_turn>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+)
+FREQUENCIES = "rope_freqs.weight"  # what each rotary frequency is divided by
+LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 # What transformers and gguf raise for files that they cannot read.
 UNREADABLE = (
@@ -116,6 +129,37 @@ def own_tokens(tokenizer: Any, count: int) -> Any:
     return trimmed
 
 
+def _scale_rope(config: Any, reader: Any) -> None:
+    """Gives a config the scaling of rotary positions that its file has, which transformers reads of few families.
+
+    Raises:
+        UserError: it is of a kind that is not known here.
+    """
+    import torch
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rope = config.rope_parameters
+    if rope.get("rope_type", "default") != "default":
+        return
+    fields = {key.partition(".rope.scaling.")[2]: field.contents() for key, field in reader.fields.items()}
+    kind = fields.get("type", "none")
+    [divisors] = [torch.tensor(t.data).float() for t in reader.tensors if t.name == FREQUENCIES] or [None]
+    if divisors is not None:
+        config.rope_parameters = rope | {"rope_type": "llama3", "factor": float(divisors.max())} | LLAMA_3
+        usual = rope["rope_theta"] ** -(torch.arange(len(divisors)).float() / len(divisors))
+        scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+        if not torch.allclose(usual / divisors, scaled, rtol=1e-2):
+            raise UserError(
+                f"the rotary frequencies of {FREQUENCIES} are not those of Llama 3: name the original model"
+            )
+    elif kind == "linear":
+        config.rope_parameters = rope | {"rope_type": "linear", "factor": float(fields["factor"])}
+    elif kind != "none":
+        raise UserError(
+            f"rotary positions of type '{kind}' are not read from a GGUF file: name the original model"
+        )
+
+
 def _convert(path: Path, digest: str, folder: Path) -> None:
     """Writes model, tokenizer and SOURCE into an empty folder. Raises UserError for a file that cannot be read."""
     import torch
@@ -141,6 +185,11 @@ def _convert(path: Path, digest: str, folder: Path) -> None:
     if info["missing_keys"]:  # transformers fills them with random numbers
         missing = sorted(info["missing_keys"])
         raise UserError(f"'{path}' lacks {len(missing)} tensors, such as {missing[0]}")
+    _scale_rope(model.config, reader)
+    ends = {int(reader.fields[key].contents()) for key in ENDS if key in reader.fields}
+    vocabulary = tokenizer.get_vocab()
+    ends |= {vocabulary[token] for token in END_TOKENS if token in vocabulary}
+    model.generation_config.eos_token_id = sorted(ends) or None
     if hasattr(model.config, "quantization_config"):  # its weights are not quantised any more
         del model.config.quantization_config
     tokenizer.save_pretrained(folder)

@@ -129,12 +129,13 @@ def _add_tokenizer(
     """Adds tokens, merges, special ids and the chat template."""
     import gguf
 
-    special = set(tokenizer.all_special_ids)
+    added = {i: token.special for i, token in tokenizer.added_tokens_decoder.items()}
+    added |= dict.fromkeys(tokenizer.all_special_ids, True)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre_tokenizer)
     writer.add_token_list(tokens)
-    control, normal = gguf.TokenType.CONTROL, gguf.TokenType.NORMAL
-    writer.add_token_types([control if i in special else normal for i in range(len(tokens))])
+    kinds = {None: gguf.TokenType.NORMAL, True: gguf.TokenType.CONTROL, False: gguf.TokenType.USER_DEFINED}
+    writer.add_token_types([kinds[added.get(i)] for i in range(len(tokens))])
     writer.add_token_merges([" ".join(pair) for pair in _tokenizer_model(tokenizer)["merges"]])
     for name in ("bos", "eos"):
         if (number := getattr(tokenizer, f"{name}_token_id")) is not None:

@@ -10,6 +10,7 @@ import os
 import pickle
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,7 +67,10 @@ SAMPLE = (
 )
 USER_WORDS = "WORDS OF THE USER"  # which no template writes by itself
 GENERATION = "generation_config.json"
+# What templates are told the date is: by today's, prompts would differ from day to day. The one of Llama 3's own.
+TODAY = datetime(2024, 7, 26)
 SMALL_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
+WEIGHT_FILES = ["*.safetensors", "*.bin", "*.pt"]
 
 # Given nothing but .bin files, transformers starts a thread that talks to the hub: not while we measure.
 os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")
@@ -145,7 +149,7 @@ class Pair:
             chat_template=self.chat_template,
             add_generation_prompt=True,
             tokenize=False,
-            **self.template_kwargs,
+            **({"strftime_now": TODAY.strftime} | self.template_kwargs),
         )
         return text
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 SHOWN_OF_A_DIGEST = 8
+SHARES = ("held_out_agreement", "held_out_right")  # not all that is measured on held-out text is a share
 SAME = "all drafters that were trained here saw as many tokens of the same data, over all stages"
 
 
@@ -24,7 +25,7 @@ def training_table(summaries: Iterable[dict]) -> Table | None:
     rows = []
     for label, summary in zip(labels(summaries), summaries):
         for name, record in _records(summary).items():
-            shares = [value for key, value in record.items() if key.startswith("held_out")]
+            shares = [value for key, value in record.items() if key.startswith(SHARES)]
             row = (
                 label,
                 name,

@@ -169,3 +169,31 @@ def test_ray_gives_a_job_a_whole_node_and_leaves_one_that_lost_a_job(monkeypatch
     for node in {node for node, _, _ in found}:
         spans = sorted(when for name, *when in found if name == node)
         assert all(before[1] <= after[0] for before, after in itertools.pairwise(spans))
+
+
+@pytest.mark.parametrize("devices", [None, "3"])
+def test_a_job_here_has_the_gpus_of_the_command(monkeypatch, devices):
+    """submitit would make the first ones visible to it."""
+    monkeypatch.setenv(specbench_launchers.DEVICES, "0")
+    seen = []
+    monkeypatch.setattr(
+        bench, "measure", lambda *_, **__: seen.append(os.environ.get(specbench_launchers.DEVICES))
+    )
+    with monkeypatch.context() as patch:
+        patch.delenv(specbench_launchers.DEVICES) if devices is None else patch.setenv(
+            "CUDA_VISIBLE_DEVICES", devices
+        )
+        call = specbench_launchers.SubmititLocal().measuring()
+    call(Path("somewhere"))
+    assert seen == [devices]
+
+
+def test_what_a_cluster_refuses_is_one_line(monkeypatch, tmp_path):
+    submitit = pytest.importorskip("submitit")
+
+    def refuse(*_: object) -> None:
+        raise submitit.core.utils.FailedJobError("sbatch: error: invalid partition specified: typo")
+
+    monkeypatch.setattr(submitit.AutoExecutor, "map_array", refuse)
+    with pytest.raises(UserError, match="submitit_local: .*invalid partition"):
+        next(specbench_launchers.SubmititLocal().place([tmp_path], tmp_path))

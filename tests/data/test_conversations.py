@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from itertools import islice
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -17,6 +18,7 @@ from specbench.data.conversations import (
     check_conversations,
     conversations,
     count_left_out,
+    end_of_answer,
     packed_rows,
     parse,
     shuffled,
@@ -264,3 +266,27 @@ def test_a_benchmark_that_is_not_what_was_named_is_refused(tmp_path, wrong, mess
 def test_an_introduction_without_text_is_dropped():
     row = {"messages": [{"role": "system", "content": None}, {"role": "user", "content": "?"}]}
     assert [message["role"] for message in parse(row)] == ["user"]
+
+
+def test_an_answer_ends_with_what_the_template_writes_after_it():
+    """Some models end a turn with another token than their tokenizer's own end."""
+    pair = SimpleNamespace(tokenizer=byte_tokenizer(), stop_ids=frozenset({2, 7}))
+    pair.tokenizer.eos_token = pair.tokenizer.convert_ids_to_tokens(2)
+
+    def prompt_ids(after: list[int]):
+        def ids(messages: list[dict]) -> list[int]:
+            parts = [
+                [8, *pair.tokenizer.encode(one["content"], add_special_tokens=False)] for one in messages
+            ]
+            ended = [
+                part + (after if one["role"] == "assistant" else [9]) for part, one in zip(parts, messages)
+            ]
+            return [token for part in ended for token in part] + [8]
+
+        return ids
+
+    for after, end in (([7, 5], 7), ([2], 2), ([5], 2), ([], 2)):
+        pair.prompt_ids = prompt_ids(after)
+        assert end_of_answer(pair) == [end]
+    pair.stop_ids = frozenset()
+    assert end_of_answer(pair) == []

@@ -89,7 +89,9 @@ def test_both_run_on_the_same_cores_without_a_network(commands):
         assert server.environment["VLLM_CPU_OMP_THREADS_BIND"] == ",".join(map(str, server.cores))
 
 
-def test_a_head_that_is_named_comes_before_the_draft_model(commands):
+def test_a_head_that_is_named_comes_before_the_draft_model(commands, monkeypatch):
+    """One of the hub is fetched before: the servers have no network."""
+    monkeypatch.setattr(vllm, "fetch_small_files", lambda name, patterns: f"/hub/{name}")
     _, of = commands("eagle3", draft=object())
     assert json.loads(of[SPECULATIVE]["speculative-config"])["model"].endswith("heads")
     _, of = commands("pld")

@@ -15,7 +15,7 @@ from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import Request
 from specbench.decoding.trace import Generation
 from specbench.measure import arms, warm_up
-from specbench.measure.arms import BASELINE, FastestOf, Setup, generate_arm, hf_generate_arm
+from specbench.measure.arms import BASELINE, FastestOf, Setup, generate_arm, hf_generate_arm, usual_experts
 from specbench.measure.protocol import Protocol
 from tests.support.decoding import generate_with_transformers, random_pair
 from tests.support.graphs import PretendedRunner
@@ -104,3 +104,27 @@ def test_graphs_are_warmed_up_with_prompts_as_long_as_the_questions(monkeypatch)
     lengths = [(len(request.prompt), request.decoding.max_new_tokens) for request in asked]
     assert lengths[0] == (3 * 700 + 300, 300)  # three messages, and an answer of any length
     assert lengths[1:] == [(2040, 16), (1528, 16), (1016, 16), (700, 300), (700, 300)]
+
+
+def test_other_arms_compute_experts_as_usual_while_generate_is_paused():
+    """On a GPU generate decodes with kernels for experts of its own, which no prompt of another arm should meet."""
+
+    class Mixture:
+        def __init__(self):
+            self.way = {"": "grouped_mm"}
+
+        def get_experts_implementation(self):
+            return self.way
+
+        def set_experts_implementation(self, way):
+            self.way = way
+
+    model = Mixture()
+    usual, model.way = model.way, {"": "batched_mm"}
+    with usual_experts(model, usual):
+        assert model.way == usual
+    assert model.way == {"": "batched_mm"}
+    model.way = usual
+    model.set_experts_implementation = None  # not called
+    with usual_experts(model, usual):
+        assert model.way == usual

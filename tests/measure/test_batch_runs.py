@@ -45,6 +45,9 @@ def test_padding_never_pushes_a_row_beyond_the_context():
     class Model:
         generation_config = None
 
+        def get_experts_implementation(self):
+            return {}
+
         def generate(self, ids, **_):
             sizes.append(tuple(ids.shape))
             return torch.cat([ids, torch.full((len(ids), 1), 9)], dim=1)

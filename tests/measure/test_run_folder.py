@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import yaml
 from omegaconf import OmegaConf
 
 from specbench import ROOT
@@ -19,9 +20,9 @@ from specbench.measure.metrics.dataframes import PLACE_COLUMNS, STEP_COLUMNS
 from specbench.measure.records import run_folder as store
 from specbench.measure.records import source
 from specbench.measure.records.migrate import migrated
-from specbench.measure.records.source import MAKING, measuring_files, source_sha256
+from specbench.measure.records.source import MAKING, measuring_files, method_sha256, source_sha256
 from specbench.system.errors import UserError
-from specbench.system.files import read_json, write_json
+from specbench.system.files import read_json, write_atomic, write_json
 from tests.support.folders import hurried  # noqa: F401 - a fixture
 from tests.support.messages import says
 from tests.support.synthetic import CONFIG, FACTS, answered, full_disk, generation, record, turn
@@ -161,6 +162,31 @@ def test_a_given_folder_is_used(config, tmp_path):
     (tmp_path / "full" / "thesis.tex").touch()
     with pytest.raises(UserError, match="full"):
         store.find_or_create(config | {"run_dir": str(tmp_path / "full")})
+
+
+def test_a_folder_that_was_given_up_is_not_found_but_by_its_name(config, run_dir):
+    store.give_up(run_dir, "begun on another machine")
+    other = store.find_or_create(config)
+    assert other != run_dir and store.find_or_create(config) == other
+    given = config | {"run_dir": str(run_dir)}
+    write_json(run_dir / store.CODE, store._code(given))
+    write_atomic(run_dir / store.CONFIG, yaml.safe_dump(given))
+    assert store.find_or_create(given) == run_dir
+
+
+def test_a_users_own_method_is_known_by_its_code(config, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "my_bigram.py").write_text("class Bigram: gamma = 3")
+    own = config | {"method": config["method"] | {"drafter": {"_target_": "my_bigram.Bigram"}}}
+    assert method_sha256(config) is None
+    first, run_dir = method_sha256(own), store.find_or_create(own)
+    (tmp_path / "my_bigram.py").write_text("class Bigram: gamma = 3  # three")
+    assert method_sha256(own) == first and store.find_or_create(own) == run_dir
+    (tmp_path / "my_bigram.py").write_text("class Bigram: gamma = 4")
+    assert method_sha256(own) != first and store.find_or_create(own) != run_dir
+    before = method_sha256(own)
+    (tmp_path / "helpers.py").write_text("gamma = 5")
+    assert method_sha256(own) != before, "what it imports lies beside it"
 
 
 def test_the_code_is_known_by_its_content():

@@ -18,6 +18,7 @@ import torch
 from methods import family
 from methods.common import build
 from specbench import ROOT
+from specbench.data.conversations import HELD_OUT_EVERY
 from specbench.data.training import RECORD
 from specbench.system.errors import UserError
 from tests.support.commands import wait_for
@@ -166,11 +167,21 @@ def is_running(pid: int) -> bool:
 
 
 def test_answers_are_shuffled_whole_and_alike(tmp_path):
-    for name in ("shallow", "deep"):
-        (tmp_path / f"{name}.jsonl").write_text("".join(f"{name} {i}\n" for i in range(50)))
+    for name, count in (("shallow", 150), ("deep", 147)):
+        talks = [[{"content": f"question {i}"}, {"content": name}] for i in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text(
+            "".join(json.dumps({"messages": talk}) + "\n" for talk in talks)
+        )
     family.shuffle(tmp_path)
     both = (tmp_path / "both.jsonl").read_text().splitlines()
-    assert len(both) == 100 and sorted(both) != both
+    assert len({*both}) == 297 and sorted(both) != both
+    folds: dict[str, set[bool]] = {}
+    for i, line in enumerate(both):
+        folds.setdefault(json.loads(line)["messages"][0]["content"], set()).add(i % HELD_OUT_EVERY == 0)
+    assert all(len(fold) == 1 for fold in folds.values()), (
+        "a prompt is held out with both answers, or learnt with both"
+    )
+    assert sum(True in fold for fold in folds.values()) == 3
     family.shuffle(tmp_path)
     assert (tmp_path / "both.jsonl").read_text().splitlines() == both
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import multiprocessing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from specbench.models import gguf as conversion
 from specbench.models.gguf import MODEL, PARTIAL, converted, is_gguf, source_of
@@ -179,3 +181,42 @@ def test_a_file_that_is_not_there_is_one_line_before_anything_is_loaded(tmp_path
     code, _, err = run_main(monkeypatch, capfd, "method=pld", f"pair.target={tmp_path / 'none.gguf'}")
     assert code == 2
     assert err.splitlines()[-1].startswith("error: there is no file")
+
+
+def reader_of(arch: str = "llama", divisors=None, **scaling) -> SimpleNamespace:
+    """What is read of a file's rotary positions."""
+    fields = {f"{arch}.rope.scaling.{k}": SimpleNamespace(contents=lambda v=v: v) for k, v in scaling.items()}
+    tensors = (
+        [] if divisors is None else [SimpleNamespace(name=conversion.FREQUENCIES, data=divisors.numpy())]
+    )
+    return SimpleNamespace(fields=fields, tensors=tensors)
+
+
+def test_the_scaling_of_rotary_positions_is_that_of_the_file():
+    usual = {"rope_type": "default", "rope_theta": 500000.0}
+
+    def scaled(reader) -> dict:
+        config = LlamaConfig(hidden_size=256, num_attention_heads=2, rope_parameters=dict(usual))
+        conversion._scale_rope(config, reader)
+        return config.rope_parameters
+
+    llama_3 = usual | {"rope_type": "llama3", "factor": 32.0} | conversion.LLAMA_3
+    config = LlamaConfig(hidden_size=256, num_attention_heads=2, rope_parameters=llama_3)
+    frequencies, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    divisors = 500000.0 ** -(torch.arange(64).float() / 64) / frequencies
+    assert scaled(reader_of(divisors=divisors)) == llama_3
+    assert scaled(reader_of()) == scaled(reader_of(type="none")) == usual
+    assert scaled(reader_of(type="linear", factor=4.0)) == usual | {"rope_type": "linear", "factor": 4.0}
+    with pytest.raises(UserError, match="'yarn' are not read"):
+        scaled(reader_of(type="yarn", factor=4.0))
+    with pytest.raises(UserError, match="frequencies of Llama 3"):
+        scaled(reader_of(divisors=divisors.flip(0)))
+
+
+def test_what_ends_a_turn_of_chat_ends_an_answer(tiny, tmp_path):
+    """Files name one token as the end, and chat models end a turn with others."""
+    vocabulary = tiny.tokenizer.get_vocab()
+    ordinary = max(vocabulary.values())
+    assert ordinary not in tiny.stop_ids
+    path = file_of(tiny, tmp_path / "a.gguf", renamed={ordinary: "<|im_end|>"})
+    assert loaded(path).stop_ids == {ordinary, tiny.tokenizer.eos_token_id}

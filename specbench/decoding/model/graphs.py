@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -164,10 +164,14 @@ class GraphRunner(EagerRunner):
                 with torch.cuda.stream(self._stream):
                     for _ in range(WARM_UPS):
                         function(*inputs)
+                # Kernels keep the address of the workspace of cuBLAS. One of before would be freed under the graph,
+                # such as by inductor's own graphs; with none, it is made in the graph's pool.
+                torch._C._cuda_clearCublasWorkspaces()
                 with torch.cuda.graph(
                     graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
                 ):
                     outputs = function(*inputs)
+                torch._C._cuda_clearCublasWorkspaces()  # what is not captured must not use that of the pool
                 torch.cuda.current_stream(self.device).wait_stream(self._stream)
         except torch.OutOfMemoryError:
             raise
@@ -203,6 +207,11 @@ def within() -> Iterator[None]:
         yield
     finally:
         WITHIN.depth -= 1
+
+
+def uncaptured() -> AbstractContextManager[None]:
+    """What is run within runs as it is: it will not come again, and graphs of it would only take time and memory."""
+    return within()
 
 
 @contextmanager

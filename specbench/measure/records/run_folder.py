@@ -63,7 +63,8 @@ NOT_MEASURED = (
 def find_or_create(config: Mapping, taken: Collection[Path] = ()) -> Path:
     """The folder to measure `config` in: its `run_dir`, or else the newest that can go on, or a new one.
 
-    A folder can go on while it has no summary, was not given up, and was made for the same configuration and questions by the same code.
+    A folder can go on while it has no summary, was not given up, and was made for the same configuration and questions
+    by the same code.
 
     Args:
         config: of the run.

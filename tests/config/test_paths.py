@@ -1,0 +1,29 @@
+"""Paths with signs that Hydra's grammar takes only in quotes."""
+
+from __future__ import annotations
+
+import pytest
+
+from specbench.config.compose import compose_arguments, positional
+from specbench.system.errors import UserError
+
+
+def test_a_folder_with_any_name_holds_own_yamls(tmp_path, monkeypatch):
+    folder = tmp_path / 'a "müller", (1) = $x'
+    (folder / "conf" / "pair").mkdir(parents=True)
+    (folder / "conf" / "pair" / "mine.yaml").write_text("defaults: [tiny, _self_]\nname: mine\n")
+    monkeypatch.chdir(folder)
+    assert compose_arguments("bench", ["pair=mine"]).pair.name == "mine"
+    with pytest.raises(UserError, match="unknown key 'pairs'"):
+        compose_arguments("bench", ["pair=mine", "pairs=1"])
+
+
+def test_a_file_with_any_name_is_one_argument(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("réponses.jsonl", "a (1), b.jsonl", "t=0.8.jsonl"):
+        (tmp_path / name).write_text("{}")
+        arguments = positional("answers", [name, "pair=tiny"], "audit FILE")
+        assert compose_arguments("audit", arguments).answers == name
+    for words in (["a", "b"], ["pair=tiny"], ["--answers"]):
+        with pytest.raises(UserError, match="usage: audit FILE"):
+            positional("answers", words, "audit FILE")
