@@ -20,7 +20,7 @@ from specbench.data.conversations import Messages, check_conversations, conversa
 from specbench.data.training import data_of, questions_of
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
-from specbench.decoding.sampling import SamplingParams
+from specbench.decoding.sampling import SamplingParams, answer_seed
 from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.state import Request
 from specbench.models.pairs import Pair, load_pair
@@ -51,9 +51,18 @@ POOL = 8  # batches that are answered together, so that few places are empty at 
 
 
 def answered(
-    pair: Pair, engine: Engine, originals: list[Messages], decoding: SamplingParams, seed: int
+    pair: Pair, engine: Engine, originals: list[Messages], decoding: SamplingParams, seed: int, first: int = 0
 ) -> list[Messages]:
-    """The conversations with the target's own answers; what does not fit the context is cut off."""
+    """The conversations with the target's own answers; what does not fit the context is cut off.
+
+    Args:
+        pair: with the target.
+        engine: answers.
+        originals: conversations, of which the user's turns are asked.
+        decoding: how tokens are chosen.
+        seed: of the draws, with each answer's conversation and turn.
+        first: the number of the first conversation.
+    """
     dialogues: list[Messages] = [[m for m in messages[:1] if m["role"] == "system"] for messages in originals]
     users = [[m for m in messages if m["role"] == "user"] for messages in originals]
     for turn in range(max(map(len, users))):
@@ -64,7 +73,8 @@ def answered(
             prompt = pair.prompt_ids([*dialogues[index], questions[turn]])
             room = min(decoding.max_new_tokens, pair.context_length - len(prompt))
             if room > 0:
-                requests.append(Request(prompt, SamplingParams(room, decoding.temperature), seed + index))
+                number = answer_seed(seed, first + index, turn)
+                requests.append(Request(prompt, SamplingParams(room, decoding.temperature), number))
                 indices.append(index)
         for index, answer in zip(indices, engine.generate(requests) if requests else []):
             message: dict[str, Any] = {"role": "assistant", "content": pair.decode(answer.tokens)}
@@ -119,7 +129,7 @@ def write(cfg: DictConfig, out: Path, done: int) -> None:
             if not originals:
                 bar.write(f"there are {done} conversations, not {cfg.count}: all of them are answered")
                 break
-            for messages in answered(pair, engine, originals, decoding, cfg.seed + done):
+            for messages in answered(pair, engine, originals, decoding, cfg.seed, done):
                 file.write(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
             file.flush()
             done += len(originals)

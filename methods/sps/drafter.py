@@ -8,6 +8,7 @@ import torch
 
 from methods.common.heads import StopTracker, draft_head, target_ids
 from specbench.decoding.drafter import Drafter, Needs
+from specbench.decoding.model.graphs import uncaptured
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.state import Batch, Draft, Prefill, SequenceState, Verified
 from specbench.models.pairs import Pair, draft_of
@@ -62,6 +63,10 @@ class SpeculativeSampling(Drafter):
     def draft(self, batch: Batch) -> Draft:
         """Drafts token by token, up to `max_draft_tokens`, equally many for every sequence of the batch."""
         n, k = self._lacking(batch), batch.max_draft
+        caught_up = 0.0
+        if n > 1 + self.max_draft_tokens and self.model.fixed_shapes:
+            # Another drafter stood in for several rounds: each such number would be a graph of its own.
+            caught_up, n = self._catch_up(batch, n - 1), 1
         if self.looks:
             draft = self._steps(batch, n, k)
             self._drafted = draft.tokens.shape[1]
@@ -73,7 +78,15 @@ class SpeculativeSampling(Drafter):
 
         drafted = self.model.run_batch(batch, self._layout.cache, ("draft", n, k), steps, entries=k)
         self._drafted = k
-        return Draft(*drafted, bytes_read=self._draft_bytes(batch, n, k))
+        return Draft(*drafted, bytes_read=caught_up + self._draft_bytes(batch, n, k))
+
+    @uncaptured
+    def _catch_up(self, batch: Batch, n: int) -> float:
+        """Feeds the n newest tokens but the pending one; returns the bytes of weights that were read."""
+        ids = batch.last_tokens(n + 1)[:, :n]
+        ctx = self._layout.place(batch, n, -n)
+        self.model.run_layers(self.model.embed(ids), self._layout.cache, ctx, 0, self.layers)
+        return self.model.pass_bytes(0, self.layers, head=False, tokens=ids.numel())
 
     def commit(self, batch: Batch, verified: Verified) -> None:
         """Notes how many of the known tokens the draft model has seen: no more than before where it did not draft."""

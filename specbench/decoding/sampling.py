@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from specbench.system.errors import UserError
@@ -62,6 +63,11 @@ class SamplingParams:
         assert uniforms is not None  # given whenever tokens are drawn
         probs = self.probs(logits)
         return sample_inverse_cdf(probs, uniforms), probs
+
+
+def answer_seed(*parts: int) -> int:
+    """A seed for one answer that any of its parts changes; the same on every machine."""
+    return int(np.random.SeedSequence(parts).generate_state(1)[0])
 
 
 def position_draws(seed: int, positions: int, columns: int, device: torch.device) -> torch.Tensor:

@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import permutations
 from typing import TYPE_CHECKING
 
-import numpy as np
-
+from specbench.decoding.sampling import answer_seed
 from specbench.decoding.state import Request
 from specbench.measure.arms import BASELINE, SINGLE
 from specbench.system.errors import UserError
@@ -95,8 +94,3 @@ class Protocol:
             cap = min(self.capped(prompt).max_new_tokens, max_new_tokens)
             requests.append(Request(prompt, replace(self.decoding, max_new_tokens=cap), self.seed))
         return requests
-
-
-def answer_seed(*parts: int) -> int:
-    """A seed for one answer that any of its parts changes; the same on every machine."""
-    return int(np.random.SeedSequence(parts).generate_state(1)[0])

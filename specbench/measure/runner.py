@@ -343,6 +343,7 @@ def facts(bench: Bench) -> dict:
         "kernels": native.reason() if pair.device.type == "cpu" else None,
         "compiled": setup.target.stack.is_compiled,
         "unit": setup.spec.unit,
+        "reference_answer": setup.spec.needs.reference_answer,
         "slice_seconds": conductor.slice_seconds,
         "training": bench.training,
         "trained_weights": bench.trained_weights,

@@ -143,7 +143,8 @@ def _scale_rope(config: Any, reader: Any) -> None:
         return
     fields = {key.partition(".rope.scaling.")[2]: field.contents() for key, field in reader.fields.items()}
     kind = fields.get("type", "none")
-    [divisors] = [torch.tensor(t.data).float() for t in reader.tensors if t.name == FREQUENCIES] or [None]
+    tensors = (torch.tensor(tensor.data).float() for tensor in reader.tensors if tensor.name == FREQUENCIES)
+    divisors = next(tensors, None)
     if divisors is not None:
         config.rope_parameters = rope | {"rope_type": "llama3", "factor": float(divisors.max())} | LLAMA_3
         usual = rope["rope_theta"] ** -(torch.arange(len(divisors)).float() / len(divisors))

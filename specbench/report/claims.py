@@ -29,6 +29,8 @@ FILE = Path(__file__).with_name("claims.yaml")
 SMALL = {"pair": ["tiny", "tiny_shallow"]}
 # The same family, expanded to the width of other models: its passes cost what theirs do, but its text is its own.
 EXPANDED = {"weights": "expanded"}
+# The embedded questions mean nothing to a real model.
+REAL_TEXT = {"data": "spec_bench"}
 # What an overall figure of a paper is of, unless a claim chooses its runs by another: all tasks of Spec-Bench, or of
 # the embedded questions in its form, decoded greedily.
 OVERALL = {"task": "all", "temperature": 0.0, "data": ["spec_bench", "tiny"]}
@@ -124,7 +126,8 @@ def _on_pairs(claim: Mapping, runs: list[Run]) -> tuple[Finding, Finding | None]
         if remarks.faults(run.summary):
             continue
         kind = "small" if _matches(SMALL, run) else "expanded" if _matches(EXPANDED, run) else "real"
-        groups[kind].append(run)
+        if kind != "real" or _matches(REAL_TEXT, run):
+            groups[kind].append(run)
     real, expanded, small = (find(claim, group) for group in groups.values())
     fitting = expanded if real.estimate is None else real
     if claim.get("what") != "acceptance_length":

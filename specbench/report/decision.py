@@ -25,7 +25,7 @@ from specbench.report.cells import (
     speedup_text,
 )
 from specbench.report.phases import slow_machine
-from specbench.report.remarks import cores_label, disturbed, dtype_label, faults
+from specbench.report.remarks import ONE_POOL, cores_label, disturbed, dtype_label, faults, is_one_pool
 from specbench.report.runs import Run, as_text, chosen_settings, method_label, named, varied_settings
 from specbench.report.training_data import tokens_seen
 from specbench.system.settings import TOKEN
@@ -61,6 +61,9 @@ USUAL = {
     "weights": "pretrained",
     "protocol": "paired",
 }  # goes without saying
+# What decides as well, and is said where it differs.
+UNSAID = ("target", "verify_width", "compiled", "kernels")
+ENGINE = "engine"  # what a speedup is quoted against, if it is our own loop
 SHOWN = 12  # alternatives in a table
 NARROWEST = 12  # characters of a column of words
 LENGTH = "max_draft_tokens"
@@ -173,30 +176,50 @@ def _rank(one: Alternative) -> str:
 def decisions(runs: Iterable[Run]) -> list[Decision]:
     """A decision for each setting, in the order of the runs."""
     runs = list(runs)
+    runs = [run for run in runs if not _is_hypothetical(run.summary)]
     varied = varied_settings(run.summary for run in runs)
-    settings: dict[str, dict[str, Alternative]] = {}
-    itself: dict[str, list[Run]] = {}
+    settings: dict[tuple[str, ...], dict[str, Alternative]] = {}
+    itself: dict[tuple[str, ...], list[Run]] = {}
     for run, differing in zip(runs, varied):
-        setting = setting_of(run.summary)
+        setting = setting_of(run.summary), *(str(run.summary.get(key)) for key in UNSAID)
         settings.setdefault(setting, {})
         if _is_plain(run.summary):
-            itself.setdefault(setting, []).append(run)
+            if run.summary["baseline"]["quoted_against"] == ENGINE:  # else it is our loop beside generate
+                itself.setdefault(setting, []).append(run)
             continue
         name = f"{method_label(run.summary)}{cores_label(run.summary)}"
         label = ", ".join([name, *as_text(differing)])
         settings[setting].setdefault(label, Alternative(label)).runs.append(run)
     return [
-        Decision(setting, sorted(of_it.values(), key=lambda one: -one.speedup), itself.get(setting, []))
+        Decision(
+            _in_words(setting, settings),
+            sorted(of_it.values(), key=lambda one: -one.speedup),
+            itself.get(setting, []),
+        )
         for setting, of_it in settings.items()
         if of_it
     ]
 
 
+def _in_words(setting: tuple[str, ...], others: Iterable[tuple[str, ...]]) -> str:
+    """A setting in words, with what goes unsaid where another one differs in it alone."""
+    alike = [other for other in others if other[0] == setting[0]]
+    differing = [i for i in range(1, len(setting)) if len({other[i] for other in alike}) > 1]
+    return ", ".join([setting[0], *(f"{UNSAID[i - 1]}={setting[i]}" for i in differing)])
+
+
+def _is_hypothetical(summary: dict) -> bool:
+    """Whether nobody could deploy what was measured: a drafter that is told the answers, or random weights."""
+    return bool(summary.get("reference_answer")) or summary["weights"] == "random"
+
+
 def _is_plain(summary: dict) -> bool:
     """Whether a run set the baseline beside itself: a drafter that found nothing, or failed, is none."""
     drafts = summary["settings"] if summary["drafter"] is None else summary["drafter"] != "none"
-    nothing = summary["overall"]["acceptance_rate"] is None and summary.get("engine") is None
-    return nothing and not drafts and not faults(summary)
+    overall = summary["overall"]
+    nothing = overall["acceptance_rate"] is None and summary.get("engine") is None
+    as_usual = overall["alignment_share"] is None and not summary["settings"].get("token_budget")
+    return nothing and as_usual and not drafts and not faults(summary)
 
 
 def decision_table(decision: Decision) -> Table:
@@ -239,6 +262,8 @@ def facts(decision: Decision) -> list[str]:
     lines += [
         f"the baseline against itself: {speedup_text(run.summary['overall'])}" for run in decision.itself[-1:]
     ]
+    if any(is_one_pool(one.summary) for one in shown):
+        lines.append(ONE_POOL)
     if busy := [one.label for one in shown if disturbed(one.summary)]:
         lines.append(f"disturbed by other processes: {named(busy)}")
     if slow := [one.label for one in shown if slow_machine(one.summary)]:
@@ -258,6 +283,8 @@ def setting_of(summary: dict, batches: bool = True) -> str:
     ]
     if (threads := summary.get("threads")) is not None:
         words.append(f"{threads} threads" if threads != 1 else "1 thread")
+    if summary["baseline"]["quoted_against"] != ENGINE:
+        words.append("against generate")
     if (engine := (summary.get("engine") or {}).get("name", OWN)) != OWN:
         words += [engine, *as_text(summary["engine"]["plain"])]
     return ", ".join(words)

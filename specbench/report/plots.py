@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 from specbench.config.spec import POOL, QUESTION
 from specbench.measure.metrics.acceptance import STRETCHES
 from specbench.report.break_even import BreakEven, break_evens
+from specbench.report.cells import equivalence_text
 from specbench.report.model_scaling import baseline_fractions, by_size, of_other_models
 from specbench.report.remarks import baseline_rate, cores_label
 from specbench.report.runs import Run, beside_engines, grids, labels, latest, task_names
@@ -331,8 +332,7 @@ def engines(summaries: Iterable[dict]) -> Figure | None:
             plain.plot([ceiling] * 2, [row - 0.35, row + 0.35], color="black", linewidth=1.5)
         run = PlottedRun(name, summary, {"color": colour, "marker": MARKERS[0]})
         _points(gain, run, [(summary["overall"], row)], across=True)
-        counts = summary["equivalence"]
-        verdicts = f"{counts['exact']}/{counts['tie']}/{counts['violation']}"
+        verdicts = equivalence_text(summary["equivalence"]).plain
         gain.annotate(verdicts, (1.0, row), xycoords=("axes fraction", "data"), xytext=(4, 0),
                       textcoords="offset points", va="center", fontsize=LEGEND)  # fmt: skip
     gain.axvline(1, color="black", linewidth=1)

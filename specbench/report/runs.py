@@ -75,6 +75,9 @@ DIFFERING = {
     "protocol": "protocol {}",
     "weights": "{} weights",
     "anatomy": "{}",
+    "target": "{}",
+    "verify_width": "width {}",
+    "compiled": "compiled={}",
     "experiment": "{}",
 }
 

@@ -17,7 +17,7 @@ from specbench.config.spec import POOL
 from specbench.measure.metrics.statistics import verdict
 from specbench.report.cells import NUMBER, PlainTable, console, speedup_text
 from specbench.report.decision import batch_size, beside_length, draft_length, setting_of
-from specbench.report.remarks import faults
+from specbench.report.remarks import ONE_POOL, faults, is_one_pool
 from specbench.report.runs import DRAFT, Run, as_text
 from specbench.report.tables import runs_of_command
 from specbench.system.errors import UserError, file_errors, one_line_errors
@@ -143,6 +143,8 @@ def schedule_table(schedule: Schedule) -> Table:
     table = PlainTable(f"how long to draft with {schedule.drafter}: {schedule.setting}")
     table.add_columns("batch\nsize", "draft\nlength", "speedup\n[95 % interval]", **NUMBER)
     table.add_columns("measured lengths")
+    if any(run is not None and is_one_pool(run.summary) for run in schedule.fastest.values()):
+        table.caption = ONE_POOL
     for size, run in schedule.fastest.items():
         gain = "no gain shown" if run is None else speedup_text(run.summary["overall"])
         measured = ", ".join(map(str, schedule.measured[size]))

@@ -285,6 +285,7 @@ def test_no_orphan_stays(endless_child, number):
 
 @pytest.mark.process
 def test_exit_code_of_the_child(monkeypatch, tmp_path):
+    store.note_failure(tmp_path, "the reason of an earlier attempt")
     for name, script in {"3": "exit 3", "1": "kill -9 $$"}.items():
         fake_python = tmp_path / name
         fake_python.write_text(f"#!/bin/sh\n{script}\n")

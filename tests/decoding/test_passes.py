@@ -213,8 +213,7 @@ def test_an_answer_that_fails_leaves_nothing_behind_that_is_not_finite(monkeypat
 @pytest.mark.parametrize("arch", ["llama", "opt"])
 def test_on_hidden_is_called_at_every_tap(monkeypatch, arch, split, width):
     """Where the pass is split, each tap is reached before the layers after it have run, so that a drafter can begin
-    beside them; a tap in front of the first layer comes with the first part. Otherwise the states are outputs of one
-    graph."""
+    beside them. Otherwise the states are outputs of one graph."""
     pair = random_pair(arch)
     depth = pair.target.config.num_hidden_layers
     taps, ids = (depth, 0, 3, NORMED, 1), torch.tensor([PROMPT])
@@ -246,7 +245,7 @@ def test_on_hidden_is_called_at_every_tap(monkeypatch, arch, split, width):
     assert [layer for layer, *_ in found] == [0, 1, 3, depth, NORMED]
     for (layer, states, ran), (same_layer, others, same_ran) in zip(found, plain, strict=True):
         assert layer == same_layer and same_ran == {*range(depth if layer == NORMED else layer)}
-        assert ran == ((same_ran or {0}) if split else {*range(depth)})
+        assert ran == (same_ran if split else {*range(depth)})
         torch.testing.assert_close(states, others, rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(own_logits, logits, rtol=1e-3, atol=1e-4)
     assert len({states.data_ptr() for _, states, _ in found}) == 5

@@ -87,4 +87,20 @@ FAULTS = (
         "elif False:",
         ("tests/methods/test_suffix_methods.py",),
     ),
+    Fault(
+        "all questions are drawn with the same numbers",
+        "sampling",
+        "specbench/measure/protocol.py",
+        "answer_seed(self.seed, question.question_id,",
+        "answer_seed(self.seed,",
+        ("tests/measure/test_arms.py",),
+    ),
+    Fault(
+        "generate draws from the likeliest tokens",
+        "sampling",
+        "specbench/measure/arms.py",
+        '"temperature": decoding.temperature, "top_k": 0, "top_p": 1.0',
+        '"temperature": decoding.temperature',
+        ("tests/measure/test_arms.py",),
+    ),
 )

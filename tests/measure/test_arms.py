@@ -9,6 +9,7 @@ import torch
 from transformers import GenerationConfig
 
 from specbench.config.spec import RunSpec
+from specbench.data.question_files import Question
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Rounds, exhaust
 from specbench.decoding.sampling import SamplingParams
@@ -128,3 +129,46 @@ def test_other_arms_compute_experts_as_usual_while_generate_is_paused():
     model.set_experts_implementation = None  # not called
     with usual_experts(model, usual):
         assert model.way == usual
+
+
+def protocol_of(seed: int = 0) -> Protocol:
+    pair = SimpleNamespace(prompt_ids=lambda messages: PROMPT, context_length=64)
+    return Protocol(pair, SamplingParams(4, 1.0), "paired", seed)
+
+
+def test_every_arm_goes_first_over_questions_turns_and_repeats():
+    protocol, names = protocol_of(), ["baseline", "method", "hf_generate"]
+    for varied in ("pool", "turn", "repeat"):
+        orders = [
+            tuple(protocol.order(names, **{"pool": 0, "turn": 0, "repeat": 0} | {varied: i}))
+            for i in range(6)
+        ]
+        assert sorted(order[0] for order in orders) == sorted(names * 2), varied
+        assert len({*orders}) == 6
+    with_single = [protocol.order([*names, "single"], 0, 0, repeat) for repeat in range(4)]
+    assert [order.index("single") for order in with_single] == [0, 3, 0, 3]
+
+
+def test_each_answer_is_drawn_with_numbers_of_its_own():
+    def seed(run: int = 0, question: int = 7, turn: int = 0, repeat: int = 0) -> int:
+        one = Question(question, "qa", ("Why?", "How?"), None, "qa")
+        answers = {arm: ["So."] * turn for arm in ("baseline", "method")}
+        return protocol_of(run).request(one, answers, "method", repeat).seed
+
+    seeds = [seed(), seed(run=1), seed(question=8), seed(turn=1), seed(repeat=1)]
+    assert len({*seeds}) == 5 and seed() == seeds[0]
+
+
+def test_generate_draws_from_all_tokens_with_the_seed_of_the_request(monkeypatch):
+    """By itself it would draw from the fifty likeliest."""
+    pair, seen = random_pair("llama"), []
+    real = pair.target.generate
+    monkeypatch.setattr(
+        pair.target, "generate", lambda *a, **k: seen.append(k["generation_config"]) or real(*a, **k)
+    )
+    arm = hf_generate_arm(pair)
+    texts = [
+        exhaust(arm([Request(PROMPT, SamplingParams(8, 0.7), seed=seed)]))[0].tokens for seed in (1, 1, 2)
+    ]
+    assert texts[0] == texts[1] != texts[2]
+    assert {(one.do_sample, one.temperature, one.top_k, one.top_p) for one in seen} == {(True, 0.7, 0, 1.0)}

@@ -98,9 +98,10 @@ def test_a_run(workplace, tmp_path, method):
     assert overall["seconds"] == pytest.approx(steps + overall["prefill_seconds"])
 
 
-def test_the_batched_baseline_is_certified_without_generate(workplace, tmp_path, monkeypatch):
+@pytest.mark.parametrize("generate", [False, True])
+def test_the_batched_baseline_is_certified(workplace, tmp_path, monkeypatch, generate):
     """A speedup over batches that say something else is none."""
-    settings = ["batch_size=3", "repeats=1", "generate=false"]
+    settings = ["batch_size=3", "repeats=1", f"generate={generate}"]
     _, summary, _ = measured(workplace, "ragged", tmp_path / "right", *settings)
     assert summary["baseline"]["equivalence"]["exact"] == len(CATEGORIES) + 2
     prepare = runner.prepare

@@ -1,4 +1,5 @@
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -188,3 +189,21 @@ def test_a_drawn_token_is_as_far_off_as_logits_must_move(seed):
 def test_a_token_of_no_probability_is_never_a_tie():
     logits = torch.tensor([0.0, float("-inf"), 0.0])
     assert drawn_margin(logits, 1, SamplingParams(4, 1.0), 0.2) == float("inf")
+
+
+@pytest.mark.parametrize(("nodes", "unit"), [(0, "question"), (9, "question"), (0, "pool")])
+def test_the_noise_is_that_of_the_shapes_in_use(monkeypatch, nodes, unit):
+    """Trees, the method's widest verification, and batches are compared, too."""
+    asked = []
+    monkeypatch.setattr(certify_module, "shape_noise", lambda *given: asked.append(given[2:]) or 0.1)
+    monkeypatch.setattr(
+        certify_module, "batch_noise", lambda target, samples, size: asked.append(size) or 0.3
+    )
+    spec = SimpleNamespace(unit=unit, batch_size=4)
+    setup = SimpleNamespace(
+        target=None, drafter=SimpleNamespace(max_nodes=nodes), verify_tokens=10, spec=spec
+    )
+    certifier = Certifier(setup, None)
+    certifier.__dict__["_samples"] = []
+    assert certifier._noise_of_shapes == (0.3 if unit == "pool" else 0.1)
+    assert asked == [(nodes > 0, 10), *([4] if unit == "pool" else [])]

@@ -1,13 +1,17 @@
 """Goes at the same answers that are joined: every stretch from the go that was disturbed least, for all arms alike."""
 
 from contextlib import closing
+from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specbench.config.spec import QUESTION
 from specbench.decoding.trace import Generation, Step
 from specbench.measure import conductor
+from specbench.measure.conductor import Conductor
 from specbench.measure.machine.watch import Watch
 from specbench.measure.remeasure import STRETCH, Attempt, Slice, least_disturbed
 from specbench.measure.runner import prepare
@@ -130,3 +134,37 @@ def test_each_go_knows_what_the_first_one_did(monkeypatch):
         bench.measure(bench.protocol.warmup[:1], 0)
     drafted = [[(step.drafted, step.accepted) for step in one.answers["method"][0].steps] for one in seen[0]]
     assert len(drafted) == 3 and drafted == drafted[:1] * 3
+
+
+def conductor_of(monkeypatch, attempts: list[Attempt], remeasure: int = 2) -> Conductor:
+    """A conductor whose attempts are these."""
+    drafter = SimpleNamespace(snapshot=lambda: None, restore=lambda learnt: None)
+    pair, spec = SimpleNamespace(device=torch.device("cpu")), SimpleNamespace(unit=QUESTION)
+    setup = SimpleNamespace(
+        drafter=drafter, pair=pair, spec=spec, set_reference_answers=lambda requests: None
+    )
+    left = iter(attempts)
+    monkeypatch.setattr(Conductor, "_attempt", lambda *_: next(left))
+    return Conductor(setup, 0.05, remeasure)
+
+
+def test_times_are_those_of_the_attempt_that_nobody_disturbed(monkeypatch):
+    busy, quiet = attempt(dict.fromkeys(range(5), True), 10.0), attempt({}, 1.0)
+    measured = conductor_of(monkeypatch, [busy, quiet]).measure({"method": []})
+    assert measured.answers["method"][0].seconds == pytest.approx(quiet.answers["method"][0].seconds)
+    assert measured.attempts == [busy, quiet] and measured.machine["goes"] == 2
+    assert measured.machine["disturbed_share"] != 0 == (measured.machine["still_disturbed_share"] or 0)
+
+
+@pytest.mark.parametrize(("slow", "times"), [({}, 1), ({0: True}, 3)])
+def test_what_is_hardly_disturbed_is_not_measured_again(monkeypatch, slow, times):
+    """And what stays disturbed no more often than is asked for."""
+    measured = conductor_of(monkeypatch, [attempt(slow, 2.0)] * 4).measure({"method": []})
+    assert measured.machine["goes"] == times
+
+
+def test_on_a_hopeless_machine_nothing_is_measured_again(monkeypatch):
+    busy = attempt(dict.fromkeys(range(5), True), 2.0)
+    conductor_ = conductor_of(monkeypatch, [busy] * 99)
+    goes = [conductor_.measure({"method": []}).machine["goes"] for _ in range(12)]
+    assert goes[0] == 3 and goes[-1] == 1

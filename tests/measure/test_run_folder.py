@@ -262,6 +262,16 @@ def test_records_come_back(run_dir):
     assert all(abs(r["tstamp"] - time.time()) < 60 for r in found)
 
 
+def test_records_and_summaries_are_on_the_disk(run_dir, tmp_path, monkeypatch):
+    """Not only in the system's memory, which a power cut empties."""
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda number: synced.append(os.readlink(f"/proc/self/fd/{number}")))
+    append(run_dir, answered(1))
+    assert synced == [str(run_dir / store.RECORDS)]
+    write_json(tmp_path / "a.json", {})
+    assert len(synced) == 2
+
+
 def test_a_question_is_recorded_once(run_dir):
     append(run_dir, answered(1))
     with store.open_journal(run_dir) as journal, pytest.raises(ValueError, match="question 1"):

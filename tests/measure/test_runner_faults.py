@@ -8,21 +8,25 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from specbench.config.compose import CONF
+from specbench.data.question_files import Question
 from specbench.decoding import acceptance
 from specbench.decoding.acceptance import outcome
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.kv_layout import RaggedLayout
+from specbench.decoding.trace import Clock
 from specbench.measure import runner
+from specbench.measure.bench import attempt
 from specbench.measure.records import run_folder as store
 from specbench.report import remarks
 from specbench.system.errors import JobError
-from specbench.system.files import read_json
+from specbench.system.files import read_json, write_json
 from tests.support import commands
 from tests.support.messages import says
 from tests.support.runs import CATEGORIES, SAMPLED, measured, overrides, start, to_the_end
@@ -251,3 +255,44 @@ def test_killed_and_started_again(workplace, tmp_path, monkeypatch, more, passes
     assert records[: len(finished)] == finished
     _, undisturbed, _ = measured(workplace, "sps", tmp_path / "whole", *more)
     assert without_times(read_json(run_dir / store.SUMMARY)) == without_times(undisturbed)
+
+
+def test_a_process_certifies_against_the_first_and_takes_over_its_facts(workplace, tmp_path):
+    """What another process of the run answered counts, and so do the ceiling and the memory that it found."""
+    run_dir = start(
+        workplace, "ragged", tmp_path, "processes=2", "repeats=2", "batch_size=2", "generate=false"
+    )
+    assert runner.run(run_dir) == store.EXIT_CONTINUE
+    facts = read_json(run_dir / store.FACTS)
+    write_json(
+        run_dir / store.FACTS, facts | {"bandwidth_bytes_per_second": 1e15, "peak_memory_bytes": 10**15}
+    )
+    first, *others = (run_dir / store.RECORDS).read_text().splitlines()
+    record = json.loads(first)
+    [said] = record["turns"][0]["arms"]["single"]
+    said["tokens"] = [token + 1 for token in said["tokens"]]
+    (run_dir / store.RECORDS).write_text("\n".join([json.dumps(record), *others]) + "\n")
+    runner.run(run_dir)
+    later = [r for r in store.read_records(run_dir) if r["repeat"] == 1]
+    wrong = [r["question_id"] for r in later if r["turns"][0]["equivalence"]["verdict"] == "violation"]
+    assert wrong == [record["question_id"]]
+    facts = read_json(run_dir / store.FACTS)
+    assert facts["bandwidth_bytes_per_second"] == 1e15 and facts["peak_memory_bytes"] == 10**15
+
+
+def test_a_device_that_is_gone_ends_the_job_and_is_no_failed_question(monkeypatch):
+    class Gone(Exception):
+        pass
+
+    def fail(*_: object) -> None:
+        raise Gone("CUDA error: an illegal memory access")
+
+    bench = SimpleNamespace(
+        measure=fail, setup=SimpleNamespace(pair=SimpleNamespace(device=torch.device("cpu")))
+    )
+    question = Question(1, "qa", ("Why?",), None, "qa")
+    [record] = attempt(bench, [question], 0)
+    assert "illegal memory access" in record["error"], "a device that still answers is not gone"
+    monkeypatch.setattr(Clock, "synchronize", fail)
+    with pytest.raises(JobError):
+        attempt(bench, [question], 0)

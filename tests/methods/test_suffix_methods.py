@@ -333,6 +333,24 @@ def test_what_is_copied_does_not_leave_the_draft_models_cache_wrong():
         assert any(s.stats["copied"] for s in steps if s.stats)
 
 
+def test_a_draft_model_that_did_not_draft_for_long_is_fed_in_one_pass(monkeypatch):
+    """Where passes are captured: the number of tokens that it lacks would be a part of the graph's key."""
+    pair, requests = random_pair("llama"), long_requests()[0]
+    fed = []
+
+    def generated(*, fixed: bool) -> list:
+        drafter = with_auxiliary(pair, "sps")
+        real = drafter.inner._catch_up
+        monkeypatch.setattr(drafter.inner.model, "fixed_shapes", fixed)
+        monkeypatch.setattr(drafter.inner, "_catch_up", lambda batch, n: fed.append(n) or real(batch, n))
+        engine = Engine(StagedModel(pair.target), drafter, frozenset())
+        return [(one.tokens, [s.accepted for s in one.steps]) for one in engine.generate(requests)]
+
+    usual = generated(fixed=False)
+    assert fed == [] and generated(fixed=True) == usual
+    assert fed and min(fed) > 3
+
+
 def test_a_certain_draft_among_drawn_ones_and_trees():
     deterministic = Draft.of([[7, 8, 9], [5]], torch.device("cpu"))
     drawn = Draft(torch.tensor([[1, 2], [3, 4]]), probs=torch.full((2, 2, 10), 0.1))

@@ -191,3 +191,49 @@ def test_a_speedup_that_was_not_measured_comes_last():
     decision = one(a=unknown, b=run("sps", 0.9, 0.8, 1.1))
     assert [a.label for a in decision.alternatives] == ["sps", "pld"]
     assert decision.ranks == ["no gain shown", "no gain shown"]
+
+
+def test_what_nobody_could_deploy_is_not_recommended():
+    """A drafter that is told the answers, and random weights, whose acceptance is no method's."""
+    told, random = (
+        run("oracle", 2.0, 1.9, 2.1, reference_answer=True),
+        run("sps", 1.9, 1.8, 2.0, weights="random"),
+    )
+    assert decisions(runs_of(a=told, b=random)) == []
+    assert one(a=told, b=random, c=run("pld", 1.2, 1.1, 1.3)).sentence.startswith("Take pld")
+
+
+def test_our_loop_beside_generate_is_no_baseline_against_itself():
+    ours = run("ar", 0.85, 0.83, 0.87, settings={}, overall__acceptance_rate=None)
+    slower = changed(ours, baseline__quoted_against="hf_generate")
+    method = changed(run("sps", 1.2, 1.1, 1.3), baseline__quoted_against="hf_generate")
+    assert "trust no speedup" not in one(a=slower, b=method).sentence
+    assert "trust no speedup" in one(a=ours, b=run("sps", 1.2, 1.1, 1.3)).sentence
+    aligned = changed(ours, overall__alignment_share=0.1)
+    assert "trust no speedup" not in one(a=aligned, b=run("sps", 1.2, 1.1, 1.3)).sentence
+
+
+@pytest.mark.parametrize(("key", "values"), [("target", ("/m/base", "/m/tuned")), ("verify_width", (8, 16))])
+def test_what_a_title_does_not_say_tells_decisions_apart_and_is_said_then(key, values):
+    first, second = (run("sps", 1.3, 1.2, 1.4, **{key: value}) for value in values)
+    settings = [decision.setting for decision in decisions(runs_of(a=first, b=second))]
+    assert len(settings) == 2
+    for setting, value in zip(settings, values):
+        assert setting.endswith(f"{key}={value}")
+    (alone,) = decisions(runs_of(a=first))
+    assert key not in alone.setting
+    assert len({*labels([first, second])}) == 2
+
+
+def test_speedups_against_other_baselines_are_not_ranked_together():
+    against = changed(run("sps", 1.2, 1.1, 1.3), baseline__quoted_against="hf_generate")
+    ours, generate = decisions(runs_of(a=run("pld", 1.4, 1.3, 1.5), b=against))
+    assert "against generate" in generate.setting and "against generate" not in ours.setting
+
+
+def test_an_interval_of_one_pool_is_said_to_be_of_timing_noise():
+    pool = batched("ragged", "sps", 8, pools=1, speedup=1.3, speedup_low=1.2, speedup_high=1.4)
+    is_alone = remarks.is_one_pool(pool)
+    text = shown(decision_table(one(a=pool)), 160)
+    assert is_alone and remarks.ONE_POOL in text
+    assert remarks.ONE_POOL not in shown(decision_table(one(a=run("pld", 1.4, 1.3, 1.5))), 160)

@@ -100,11 +100,11 @@ def segments(lo: int, hi: int, taps: Collection[int], split: bool) -> list[tuple
         lo: the first layer.
         hi: the layer after the last one.
         taps: as in `Drafter`.
-        split: whether a part ends at every tap between two layers; that tap is its end, and in none of the lists. One
-            in front of layer `lo` is reached in the first part.
+        split: whether a part ends at every tap between two layers; that tap is its end, and in none of the lists, nor
+            is one in front of layer `lo`.
     """
     inner = [tap for tap in range(lo, hi) if tap in taps]
     if not split:
         return [(lo, hi, inner)]
     bounds = [lo, *(tap for tap in inner if tap > lo), hi]
-    return [(start, end, [tap for tap in inner if tap == start == lo]) for start, end in pairwise(bounds)]
+    return [(start, end, []) for start, end in pairwise(bounds)]

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import gc
 import threading
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
     Function = Callable[..., Sequence[torch.Tensor]]
 
+P = ParamSpec("P")
+R = TypeVar("R")
 WARM_UPS = 2  # runs in front of a capture, in which libraries choose their kernels and reserve what they need
 HELD_BYTES = 2**32  # that the inputs and outputs of all captured passes of one owner may take
 VERSIONS = 1024  # of one code, that are compiled at most
@@ -209,9 +212,15 @@ def within() -> Iterator[None]:
         WITHIN.depth -= 1
 
 
-def uncaptured() -> AbstractContextManager[None]:
-    """What is run within runs as it is: it will not come again, and graphs of it would only take time and memory."""
-    return within()
+def uncaptured(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorates what will not come again: graphs of its passes would only take time and memory."""
+
+    @wraps(function)
+    def uncaptured_function(*args: P.args, **kwargs: P.kwargs) -> R:
+        with within():
+            return function(*args, **kwargs)
+
+    return uncaptured_function
 
 
 @contextmanager

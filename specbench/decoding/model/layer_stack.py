@@ -112,8 +112,7 @@ class LayerStack:
             return hidden
         b, n = hidden.shape[:2]
         masks = self.masks(ctx, n, hidden) if masks is None else masks
-        if self.rotary is None and lo == 0:
-            hidden = hidden + self.embedded_positions(ctx, n)
+        hidden = self.entering(hidden, ctx, lo)
         cache.begin_pass(lo, hi, ctx, b, n)
         arguments = self._arguments(ctx, n, cache, masks)
         current = hidden.device
@@ -126,6 +125,12 @@ class LayerStack:
                 hidden, current = hidden.to(device), device
                 arguments = {key: _moved(keywords, device) for key, keywords in arguments.items()}
             hidden = layer(hidden, **arguments[kind])
+        return hidden
+
+    def entering(self, hidden: torch.Tensor, ctx: ForwardContext, lo: int) -> torch.Tensor:
+        """States as layer `lo` gets them: embeddings of positions are added in front of the first one."""
+        if self.rotary is None and lo == 0:
+            return hidden + self.embedded_positions(ctx, hidden.shape[1])
         return hidden
 
     def masks(self, ctx: ForwardContext, n: int, like: torch.Tensor) -> list[torch.Tensor | None]:

@@ -204,6 +204,9 @@ class StagedModel:
         ctx = fixed_shape.materialize(ctx, self._counting, cache.capacity, b, n, width)
         inputs = fixed_shape.widened(inputs, width)
         tensors = ctx.positions, ctx.write_index, *self.stack.masks(ctx, width, self.embed_tokens.weight)
+        if split and lo in taps:  # in front of all layers: what a drafter does from there on runs beside them
+            inputs = self.embed(inputs) if inputs.dim() == 2 else inputs
+            on_hidden(lo, self.stack.entering(inputs, ctx, lo)[:, :n])
         for start, end, tapped in fixed_shape.segments(lo, hi, taps, split):
             last = end == hi
             if last and to_logits:

@@ -47,6 +47,7 @@ OF_FACTS = ("dtype", "device", "weights", "target_pass_bytes", "peak_memory_byte
 OF_NEWER_FACTS = (
     *("threads", "layouts", "kernels", "compiled"),
     *("extra_cores", "slice_seconds", "anatomy", "weights_source", "round_costs", "draft", "processor"),
+    "reference_answer",
 )
 QUESTION_COLUMNS = {
     "question_id": "int64",
@@ -92,6 +93,8 @@ def summary(records: list[dict], facts: dict, config: dict) -> dict:
         "settings_tuned_on": source.get("pair"),
         "settings_published": source.get("published", {}),
         **{group: config[group]["name"] for group in ("pair", "data", "task")},
+        "target": config["pair"].get("target"),
+        "verify_width": config["decoding"].get("verify_width"),
         **{key: config[key] for key in ("batch_size", "experiment", "protocol", "seed")},
         **{key: config["decoding"][key] for key in ("temperature", "max_new_tokens")},
         "limit": config["data"].get("limit"),

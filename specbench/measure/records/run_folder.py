@@ -146,7 +146,7 @@ def _label(config: dict) -> str:
     return "_".join([*(re.sub(r"[^\w.-]+", "-", str(part)) for part in parts), config_hash(config)])
 
 
-def _code(config: dict) -> dict[str, str]:
+def _code(config: dict) -> dict[str, str | None]:
     """What a run is made of beside its configuration."""
     return {
         "source_sha256": source_sha256(),
