@@ -57,6 +57,8 @@ KEYS = {
     "decoding.round_costs": list[Positive] | None,
     "decoding.verify_width": Count | None,
     "pair.graphs": bool | None,
+    "pair.stop_ids": list[Natural] | None,
+    "pair.draft_layers": Count | None,
     "pair.compile": bool | None,
     "data.schema": Literal["spec_bench", "turns"] | None,
     "data.split": str | None,
@@ -118,7 +120,9 @@ def check(cfg: DictConfig) -> RunSpec:
     with open_dict(cfg):
         # What another engine drafts with is in its words: neither published nor tuned here.
         rule = cfg.decoding.draft_length
-        cfg.settings_source = settings_source(spec, cfg.pair.name, rule) if spec.is_own_code else None
+        cfg.settings_source = (
+            settings_source(spec, cfg.pair.name, rule, cfg.vocab) if spec.is_own_code else None
+        )
     return spec
 
 

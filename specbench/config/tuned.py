@@ -8,25 +8,30 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from specbench.config.compose import as_it_stands, choices_of, tuned_on
+from specbench.config.compose import as_it_stands, choices_of, group_file, tuned_on
 from specbench.config.spec import key_of
 from specbench.data.warm_start import WARM
 from specbench.system.settings import CONSTANT, LEARNS, settings
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from specbench.config.spec import RunSpec
 
 PUBLISHED, TUNED, CHANGED = "published", "tuned", "changed"
 OF_THE_PROTOCOL = (LEARNS[0], WARM)
 
 
-def settings_source(spec: RunSpec, on: str, rule: str = CONSTANT) -> dict[str, Any] | None:
+def settings_source(
+    spec: RunSpec, on: str, rule: str = CONSTANT, vocab: Mapping[str, Any] | None = None
+) -> dict[str, Any] | None:
     """What the settings of a run's method, and of its drafter in a batch, are.
 
     Args:
         spec: the run.
         on: the name of its pair.
         rule: of draft lengths; any other than a constant one is a change.
+        vocab: name and size of the drafter's vocabulary; another one than the method's own is a change.
 
     Returns:
         `source`: "published", "tuned" or "changed". `pair`: where they were tuned, else None. `published`: the
@@ -58,11 +63,26 @@ def settings_source(spec: RunSpec, on: str, rule: str = CONSTANT) -> dict[str, A
     if rule != CONSTANT:
         published["decoding.draft_length"] = CONSTANT
         pairs.add(None)
+    if vocab is not None and judged:
+        usual = _usual_vocab(spec.drafter["name"])
+        size = group_file("vocab", usual).get("size")
+        if (vocab["name"], vocab["size"]) != (usual, size):
+            published |= {"vocab": usual} | ({} if size is None else {"vocab.size": size})
+            pairs.add(None)
     if not judged:
         return None
     pair = next(iter(pairs)) if len(pairs) == 1 else None
     source = PUBLISHED if not published else TUNED if pair else CHANGED
     return {"source": source, "pair": pair, "published": published}
+
+
+def _usual_vocab(method: str) -> str:
+    """The vocabulary that a method's file chooses for its drafter."""
+    for choice in group_file("method", method).get("defaults") or ():
+        for group, name in choice.items() if isinstance(choice, dict) else ():
+            if group.startswith("override /vocab"):
+                return name
+    return "full"
 
 
 def _differing(values: dict[str, Any], other: dict[str, Any]) -> list[str]:

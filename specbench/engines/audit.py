@@ -163,6 +163,7 @@ class Judged:
         end_margin: how much better its best token is than the best stop token after the last, in logits.
         surprise: sum over the places of log p of the answer's token and of the entropy: 0 on average, if it is drawn.
         variance: of that sum.
+        third: its third central moment.
         logprob: sum of log p.
         room: tokens of an answer that the context has room for.
         logprob_error: mean distance of the engine's own log p from the referee's; None: it gave none.
@@ -174,6 +175,7 @@ class Judged:
     end_margin: float
     surprise: float
     variance: float
+    third: float
     logprob: float
     logprob_error: float | None
     room: int
@@ -227,6 +229,7 @@ class Referee:
             end_margin,
             likely.surprise,
             likely.variance,
+            likely.third,
             of_answer.logprob,
             error,
             room,
@@ -305,7 +308,9 @@ class Arm:
     def surprise(self) -> float:
         """How many standard errors the tokens are less likely than drawn ones (negative), or likelier."""
         surprise = sum(one.surprise for one in self.judged)
-        return standard_errors(surprise, sum(one.variance for one in self.judged))
+        return standard_errors(
+            surprise, sum(one.variance for one in self.judged), sum(one.third for one in self.judged)
+        )
 
     @property
     def logprob_error(self) -> float | None:

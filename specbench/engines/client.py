@@ -9,15 +9,26 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from specbench.system.errors import UserError
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 DONE = "[DONE]"
+BAD_REQUEST, TOO_MANY, FAILED = (
+    400,
+    429,
+    500,
+)  # between the first and the last a request is refused, not failed
 SHOWN = 200  # characters of what a server says of an error
 
 
 class EngineError(Exception):
     """What a server did wrong, in one line."""
+
+
+class RefusedError(UserError):
+    """A request that a server in good order does not take, such as one that is too long for it."""
 
 
 def events(url: str, path: str, body: Mapping, timeout: float) -> Iterator[tuple[float, dict[str, Any]]]:
@@ -40,8 +51,11 @@ def events(url: str, path: str, body: Mapping, timeout: float) -> Iterator[tuple
             connection.request("POST", _at(url, path), json.dumps(body), {"Content-Type": "application/json"})
             response = connection.getresponse()
             if response.status != http.client.OK:
-                message = response.read(SHOWN).decode(errors="replace")
-                raise EngineError(f"{path} answers {response.status}: {' '.join(message.split())}")
+                message = " ".join(response.read(SHOWN).decode(errors="replace").split())
+                refused = BAD_REQUEST <= response.status < FAILED and response.status != TOO_MANY
+                raise (RefusedError if refused else EngineError)(
+                    f"{path} answers {response.status}: {message}"
+                )
             heard = time.perf_counter()
             while line := response.readline():
                 arrived = time.perf_counter()

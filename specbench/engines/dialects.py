@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 
     from specbench.decoding.state import Request
 
+# What a server would else take from the checkpoint's generation settings.
+NEUTRAL = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0} | {
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
 TOP = 2  # tokens of each place whose log-probabilities are asked for
 FINISHED = ("stop", "length")  # how an answer ends; any other reason is a failure of the server
 UNSTREAMED = 10  # times as long as for an event a whole answer may take
@@ -225,6 +230,7 @@ def openai(
         "prompt": request.prompt,
         "max_tokens": decoding.max_new_tokens,
         "temperature": decoding.temperature,
+        **NEUTRAL,
         "seed": request.seed % 2**32,
         "stream": True,
         "stream_options": {"include_usage": True},

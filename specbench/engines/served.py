@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from specbench.decoding.stop import truncate_at_stop
 from specbench.decoding.trace import Generation, Step, counted
@@ -37,6 +38,7 @@ REMEMBERS = (
 )
 MERGED = 0.25  # of the plain server's passes: where more seem to give several tokens it drafts, and is not just busy
 PLAIN, SPECULATIVE = "plain", "speculative"
+LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
 class ServedEngine:
@@ -90,6 +92,12 @@ class ServedEngine:
         for name in ("target", "draft"):
             if settings.get(name):
                 existing_file(settings[name])
+
+    @property
+    def ports(self) -> set[int]:
+        """Of servers on this machine that are not ours: what they compute is no disturbance."""
+        urls = [urlsplit(server.url) for server in self.servers.values() if not server.is_ours]
+        return {url.port for url in urls if url.hostname in LOCAL and url.port is not None}
 
     def open(self, prompts: Sequence[Request]) -> None:
         """Starts both servers, and asks them what must be known before anything is timed.
@@ -202,7 +210,7 @@ class ServedEngine:
         reply = self._reply(name, request)
         if name == PLAIN and not several:
             passes = reply.passes[1:]
-            if (merged := _merged(passes)) > MERGED * len(passes):
+            if (merged := _merged(passes)) > max(MERGED * len(passes), 1):
                 raise EngineError(f"{merged} of {len(passes)} passes of the plain server gave several tokens")
             if merged:
                 self._note(
@@ -284,9 +292,9 @@ class ServedEngine:
             reply = self._reply(name, requests[0])
             _check_read(name, reply, requests[0])
             if reply.cached_tokens is None and not self.servers[name].is_ours:
-                self.faults.append(
+                self._note(
                     f"{name}: it does not tell what it remembers of prompts, and a prefix cache makes second answers "
-                    "faster: set it off (vLLM tells with --enable-prompt-tokens-details)"
+                    "faster: see that it is off (vLLM tells what it remembers with --enable-prompt-tokens-details)"
                 )
         for drawn in requests:
             request = replace(drawn, decoding=replace(drawn.decoding, temperature=0.0))
@@ -300,7 +308,7 @@ class ServedEngine:
                     )
             plain += replies[PLAIN].passes[1:]
             if again.tokens != replies[PLAIN].tokens:
-                self.faults.append("plain: two answers to one prompt differ")
+                self._note("plain: two answers to one prompt differ")
             speculative += replies[SPECULATIVE].passes[1:]
             of_second_answers += len(self._whole_reply(SPECULATIVE, request).passes[1:])
         if any(one.drafted for one in plain) or _merged(plain) > MERGED * len(plain):

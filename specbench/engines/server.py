@@ -142,8 +142,19 @@ def scripted(
 
 
 def shared_cores(threads: int) -> list[int]:
-    """The cores of the servers of a run, the same for all: one waits while the other works."""
-    return sorted(own_cores())[-threads:]
+    """The cores of the servers of a run, the same for all: one waits while the other works.
+
+    Of the threads that share a core one is taken first, and the others where there are not enough.
+    """
+    taken: set[str] = set()
+    cores: list[int] = []
+    others: list[int] = []
+    for core in sorted(own_cores(), reverse=True):
+        siblings = Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list")
+        shared = siblings.read_text().strip() if siblings.exists() else str(core)
+        (others if shared in taken else cores).append(core)
+        taken.add(shared)
+    return sorted([*cores, *others][:threads])
 
 
 def free_port() -> int:

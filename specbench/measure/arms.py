@@ -20,7 +20,7 @@ from specbench.decoding.trace import Clock, Generation, Step
 from specbench.models.pairs import Pair
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     from specbench.config.spec import RunSpec
     from specbench.decoding.drafter import Drafter
@@ -95,11 +95,13 @@ class Served(Protocol):
         version: of it.
         faults: what went wrong so far, a line each.
         same_weights: whether it decodes with the pair's own weights.
+        ports: that servers which somebody else has started listen at on this machine.
     """
 
     version: str
     faults: list[str]
     same_weights: bool
+    ports: Collection[int]
 
     def open(self, prompts: Sequence[Request]) -> None:
         """Starts it, and checks what a measurement rests on."""

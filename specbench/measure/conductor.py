@@ -73,7 +73,7 @@ class Conductor:
         """
         drafter, device = self.setup.drafter, self.setup.pair.device
         self.setup.set_reference_answers(requests[METHOD])
-        self.watch.find_children()
+        self.watch.find_children(() if self.setup.served is None else self.setup.served.ports)
         heat = self.watch.heat()
         learnt = drafter.snapshot()
         attempts = [self._attempt(requests)]

@@ -159,7 +159,7 @@ def examine(pair: Pair, make: Callable[[], Drafter], requests: Sequence[Request]
     drafter = make()
     base = observed(pair, Watched(drafter), requests)
     findings = [
-        *weight_findings(drafter),
+        *weight_findings(drafter, pair),
         *template_findings(pair),
         *vocabulary_findings(pair, drafter, requests),
     ]
@@ -224,13 +224,19 @@ def chain_findings(base: Counts) -> list[str]:
     ]
 
 
-def weight_findings(drafter: Drafter) -> list[str]:
-    """Weights that no training leaves behind."""
+def weight_findings(drafter: Drafter, pair: Pair) -> list[str]:
+    """Weights that no training leaves behind; those of the target, which a drafter may hold, are not the drafter's."""
     findings = []
+    of_target = {weight.data_ptr() for weight in pair.target.state_dict().values()}
+    padded = pair.expansion is not None or pair.draft_expansion is not None
     for name, weight in weights_of(drafter):
+        if weight.data_ptr() in of_target:
+            continue
         values = weight.detach().float()
         if not torch.isfinite(values).all():
             findings.append(f"weight {name} is not finite")
+        elif padded:  # with zeros, to the target's width
+            continue
         elif values.numel() > 1 and bool((values == 0).all()):
             findings.append(f"weight {name} is zero throughout: was it loaded?")
         elif values.dim() == 2 and (empty := longest_run((values == 0).all(dim=1))) > values.shape[0] // 4:

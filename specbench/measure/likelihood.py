@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from specbench.decoding.model.staged_model import StagedModel
 
 BLOCK = 32  # tokens that the target is fed at a time
+LEAST = -1e3  # log p of a token that is never drawn, whose share of a moment is 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +31,14 @@ class Likelihood:
         logprob: sum of log p.
         surprise: sum of log p and of the entropy: 0 on average, if they are drawn.
         variance: of that sum.
+        third: its third central moment, which is below 0: what is unlikely is far off.
     """
 
     tokens: int
     logprob: float
     surprise: float
     variance: float
+    third: float
 
 
 def likelihood(
@@ -77,17 +80,21 @@ def with_stop(tokens: list[int], limit: int, stop_ids: Collection[int], logits: 
 
 def of_logits(logits: torch.Tensor, tokens: list[int], temperature: float) -> Likelihood:
     """As `likelihood`, from the target's logits [n, vocab] at the places of n tokens."""
-    logp = token_logprobs(logits, temperature)
-    p = logp.exp()
-    entropy = -(p * logp).sum(-1)
-    variance = (p * logp.square()).sum(-1) - entropy.square()
-    chosen = logp.gather(1, torch.tensor(tokens, dtype=torch.long, device=logits.device)[:, None]).squeeze(1)
-    return Likelihood(
-        len(tokens),
-        chosen.sum().item(),
-        (chosen + entropy).sum().item(),
-        variance.clamp(min=0).sum().item(),
-    )
+    logprob = surprise = variance = third = 0.0
+    ids = torch.tensor(tokens, dtype=torch.long, device=logits.device)
+    for block, drawn in zip(
+        logits.split(BLOCK), ids.split(BLOCK)
+    ):  # all at once would take several times the logits
+        logp = token_logprobs(block, temperature)
+        p = logp.exp()
+        entropy = -(p * logp).sum(-1)
+        chosen = logp.gather(1, drawn[:, None]).squeeze(1)
+        logprob += chosen.sum().item()
+        surprise += (chosen + entropy).sum().item()
+        apart = logp.clamp(min=LEAST) + entropy[:, None]
+        variance += (p * apart.square()).sum().item()
+        third += (p * apart.pow(3)).sum().item()
+    return Likelihood(len(tokens), logprob, surprise, variance, third)
 
 
 def token_logprobs(logits: torch.Tensor, temperature: float) -> torch.Tensor:

@@ -124,7 +124,7 @@ def make_ready(
     """
     setup, protocol, watch = bench.setup, bench.protocol, bench.conductor.watch
     watch.threads = torch.get_num_threads()
-    watch.find_children()
+    watch.find_children(() if setup.served is None else setup.served.ports)
     before = watch.read()
     warm_up(setup, protocol, questions)
     costs = None

@@ -39,7 +39,7 @@ EMBEDDED = "tiny"  # the pair that others are expanded from
 # What such a pair keeps of its own.
 OWN = (
     *("name", "target_shape", "draft_shape", "width", "draft_width"),
-    *("dtype", "device", "device_map", "graphs", "compile", "init"),
+    *("dtype", "device", "device_map", "graphs", "compile", "init", "draft_layers"),
 )
 
 # Powers of two: exact in every dtype. Their product over a state's root mean square (2 to 30 in the embedded family) is

@@ -141,6 +141,10 @@ def _scale_rope(config: Any, reader: Any) -> None:
     rope = config.rope_parameters
     if rope.get("rope_type", "default") != "default":
         return
+    if unread := sorted(t.name for t in reader.tensors if t.name.startswith("rope_factors")):
+        raise UserError(
+            f"{unread[0]} scales rotary positions in a way that is not read: name the original model"
+        )
     fields = {key.partition(".rope.scaling.")[2]: field.contents() for key, field in reader.fields.items()}
     kind = fields.get("type", "none")
     tensors = (torch.tensor(tensor.data).float() for tensor in reader.tensors if tensor.name == FREQUENCIES)
@@ -153,6 +157,11 @@ def _scale_rope(config: Any, reader: Any) -> None:
             raise UserError(
                 f"the rotary frequencies of {FREQUENCIES} are not those of Llama 3: name the original model"
             )
+    elif kind == "linear" and all(
+        isinstance(part, dict) for part in rope.values()
+    ):  # by kind of layer (Gemma 3)
+        full = rope["full_attention"] | {"rope_type": "linear", "factor": float(fields["factor"])}
+        config.rope_parameters = rope | {"full_attention": full}
     elif kind == "linear":
         config.rope_parameters = rope | {"rope_type": "linear", "factor": float(fields["factor"])}
     elif kind != "none":

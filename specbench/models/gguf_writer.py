@@ -35,9 +35,10 @@ def check_writable(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
         raise UserError(f"rotary positions of type '{rope}' are not written into GGUF files")
     if any(getattr(model.config, name, False) for name in ("attention_bias", "mlp_bias")):
         raise UserError("layers with biases are not written into GGUF files")
-    kind = _tokenizer_model(tokenizer)["type"]
-    if kind != "BPE":
-        raise UserError(f"only BPE tokenizers go into GGUF files, not {kind}")
+    splits = _tokenizer_model(tokenizer)
+    if splits["type"] != "BPE" or splits.get("byte_fallback"):  # Llama 2's merges characters, not bytes
+        kind = splits["type"] if splits["type"] != "BPE" else "one that merges characters"
+        raise UserError(f"only byte-level BPE tokenizers go into GGUF files, not {kind}")
 
 
 def write_gguf(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import Request
 from specbench.engines import client, dialects
 from specbench.engines import served as module
+from specbench.engines import server as module_server
 from specbench.engines.client import EngineError
 from specbench.engines.dialects import DIALECTS, TargetPass, _counted
 from specbench.engines.openai import OpenAI
@@ -606,3 +608,37 @@ def test_a_server_waits_as_its_own_engine_does(monkeypatch):
     assert not WAITING.keys() & own_environment().keys()
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
     assert own_environment()["OMP_WAIT_POLICY"] == "ACTIVE"
+
+
+def test_a_request_that_is_refused_costs_its_question_alone(pair):
+    """A server that answers 400 is in good order: no restart mends that, and the run goes on."""
+    stub = Stub(counting, drafts=True, fault="rejects requests", after=3, times=1)
+    with serving(Stub(counting), stub) as urls:
+        engine = engine_of(pair, urls, "openai")
+        engine.open([request()])
+        with pytest.raises(UserError, match="answers 400") as raised:
+            exhaust(engine.speculative([request()]))
+        assert not isinstance(raised.value, JobError) and engine.faults == []
+        exhaust(engine.speculative([request()]))
+
+
+def test_servers_of_somebody_else_on_this_machine_are_known_by_their_ports(pair):
+    urls = ["http://localhost:8123", "http://10.0.0.9:8124"]
+    assert engine_of(pair, urls, "openai").ports == {8123}
+    assert process_engine(pair).ports == set()
+
+
+def test_one_thread_of_each_core_is_taken_first(monkeypatch, tmp_path):
+    """Where threads of a core are numbered one after the other the last ones would be half of the cores."""
+    real = module_server.Path
+
+    def siblings(text: str):
+        core = re.search(r"cpu(\d+)/", text)
+        path = tmp_path / f"{core[1]}"
+        path.write_text(f"{int(core[1]) // 2 * 2}-{int(core[1]) // 2 * 2 + 1}\n")
+        return real(path)
+
+    monkeypatch.setattr(module_server, "own_cores", lambda: set(range(8)))
+    monkeypatch.setattr(module_server, "Path", siblings)
+    assert [module_server.shared_cores(n) for n in (1, 2, 4)] == [[7], [5, 7], [1, 3, 5, 7]]
+    assert module_server.shared_cores(5) == [1, 3, 5, 6, 7]

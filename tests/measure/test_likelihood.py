@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specbench.measure.likelihood import likelihood, of_logits
+from specbench.measure.likelihood import BLOCK, likelihood, of_logits
 from specbench.measure.metrics.engine import SURPRISE, likelihoods, standard_errors
 from tests.support.decoding import random_pair
 from tests.support.synthetic import answered
@@ -70,3 +70,28 @@ def test_a_run_sums_over_its_answers():
         "standard_errors": pytest.approx(-8.0 * count / (4.0 * count) ** 0.5),
     }
     assert numbers["baseline"]["standard_errors"] == pytest.approx(count / (4.0 * count) ** 0.5)
+
+
+def test_the_rare_is_judged_by_the_skew_of_the_sum():
+    """Of few tokens at a low temperature, one that is unlikely is no sign of a fault; a hundred are."""
+    p = torch.tensor([0.99, 0.01]).double()
+    logits = p.log().expand(20, 2)
+
+    def errors(*, unlikely: int) -> float:
+        one = of_logits(logits, [0] * (20 - unlikely) + [1] * unlikely, 1.0)
+        assert one.third < 0
+        return standard_errors(one.surprise, one.variance, one.third)
+
+    assert -3 < errors(unlikely=1) < -1 and -4 < errors(unlikely=2) < -2 and errors(unlikely=8) < -5
+    assert errors(unlikely=0) > 0
+
+
+def test_moments_are_summed_in_blocks():
+    torch.manual_seed(0)
+    logits, tokens = torch.randn(3 * BLOCK + 5, 40) * 3, [int(i) for i in torch.randint(40, (3 * BLOCK + 5,))]
+    one = of_logits(logits, tokens, 0.7)
+    logp = (logits.double() / 0.7).log_softmax(-1)
+    p, entropy = logp.exp(), -(logp.exp() * logp).sum(-1, keepdim=True)
+    assert one.variance == pytest.approx((p * (logp + entropy) ** 2).sum().item(), rel=1e-4)
+    assert one.third == pytest.approx((p * (logp + entropy) ** 3).sum().item(), rel=1e-4)
+    assert one.logprob == pytest.approx(logp.gather(1, torch.tensor(tokens)[:, None]).sum().item(), rel=1e-4)

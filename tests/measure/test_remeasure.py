@@ -140,9 +140,8 @@ def conductor_of(monkeypatch, attempts: list[Attempt], remeasure: int = 2) -> Co
     """A conductor whose attempts are these."""
     drafter = SimpleNamespace(snapshot=lambda: None, restore=lambda learnt: None)
     pair, spec = SimpleNamespace(device=torch.device("cpu")), SimpleNamespace(unit=QUESTION)
-    setup = SimpleNamespace(
-        drafter=drafter, pair=pair, spec=spec, set_reference_answers=lambda requests: None
-    )
+    setup = SimpleNamespace(drafter=drafter, pair=pair, spec=spec, served=None)
+    setup.set_reference_answers = lambda requests: None
     left = iter(attempts)
     monkeypatch.setattr(Conductor, "_attempt", lambda *_: next(left))
     return Conductor(setup, 0.05, remeasure)

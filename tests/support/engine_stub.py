@@ -54,6 +54,7 @@ class Stub:
 # What a stub can do wrong.
 FAULTS = {
     "refuses": "answers 500",
+    "rejects requests": "answers 400",
     "hangs": "falls silent after the first event",
     "cuts": "ends the stream in the middle",
     "half": "sends half an event",
@@ -235,8 +236,8 @@ class Handler(BaseHTTPRequestHandler):
         wrong = stub.wrong()
         if wrong == "dies":
             os._exit(3)
-        if wrong == "refuses":
-            self.send_error(500, "EngineDeadError")
+        if wrong in ("refuses", "rejects requests"):
+            self.send_error(500 if wrong == "refuses" else 400, "EngineDeadError")
             return
         self.send_response(200)
         self.end_headers()

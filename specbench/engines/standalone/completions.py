@@ -21,6 +21,15 @@ PATH = "/v1/completions"
 OK, BAD_REQUEST, NOT_FOUND, FAILED = 200, 400, 404, 500
 # Accepted and ignored: clients that want token ids set them, and log-probabilities are not told.
 IGNORED = ("model", "stream_options", "return_token_ids", "return_tokens_as_token_ids", "logprobs")
+# Accepted where they change nothing.
+NEUTRAL = {
+    "top_p": 1,
+    "top_k": -1,
+    "min_p": 0,
+    "repetition_penalty": 1,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+}
 
 # Takes the tokens of one target pass, how many draft tokens it verified, and how many of these were accepted; None:
 # not known.
@@ -61,6 +70,7 @@ class Completion:
         if not isinstance(body, dict):
             raise RequestError("the request is no JSON object")
         fields = {name: value for name, value in body.items() if name not in IGNORED and value is not None}
+        fields = {name: value for name, value in fields.items() if NEUTRAL.get(name) != value}
         kinds: dict[str, tuple[type, ...]] = {
             "prompt": (list,),
             "max_tokens": (int,),

@@ -18,7 +18,7 @@ import psutil
 from specbench.system.processes import PROC, SYSTEM, cgroup_folder, own_cores
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
     from pathlib import Path
 
 Counters = dict[str, float]  # by name; what this system does not count is missing
@@ -62,9 +62,23 @@ class Watch:
         self._waited_by: dict[str, int] = {}
         self._spent_by: dict[int, float] = {}
 
-    def find_children(self) -> None:
-        """Looks for child processes, whose CPU time is not that of others. Takes milliseconds."""
+    def find_children(self, ports: Collection[int] = ()) -> None:
+        """Looks for child processes, whose CPU time is not that of others, and for servers here. Takes milliseconds.
+
+        Args:
+            ports: that servers which are measured, and are no children, listen at on this machine.
+        """
         self._children = psutil.Process().children(recursive=True)
+        if ports:
+            with suppress(psutil.AccessDenied):
+                sockets = psutil.net_connections("tcp")
+                listening = {
+                    one.pid for one in sockets if one.status == psutil.CONN_LISTEN and one.laddr.port in ports
+                }
+                for pid in filter(None, listening):
+                    with suppress(psutil.NoSuchProcess):
+                        server = psutil.Process(pid)
+                        self._children += [server, *server.children(recursive=True)]
 
     def read(self) -> Counters:
         """All counters but `heat` now; times in seconds."""

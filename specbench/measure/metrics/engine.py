@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import TYPE_CHECKING
 
 from specbench.measure.metrics.acceptance import ratio
@@ -62,10 +63,27 @@ def _likelihood(records: list[dict], arm: str) -> dict | None:
     sums = {key: sum(one[key] for one in drawn) for key in drawn[0]}
     return {
         "logprob": ratio(sums["logprob"], sums["tokens"]),
-        "standard_errors": standard_errors(sums["surprise"], sums["variance"]),
+        "standard_errors": standard_errors(sums["surprise"], sums["variance"], sums.get("third", 0.0)),
     }
 
 
-def standard_errors(surprise: float, variance: float) -> float:
-    """How many standard errors tokens are less likely than drawn ones (negative), or likelier."""
-    return surprise / math.sqrt(max(variance, TINY))
+def standard_errors(surprise: float, variance: float, third: float = 0.0) -> float:
+    """How many standard errors tokens are less likely than drawn ones (negative), or likelier.
+
+    The sum is skewed: of few tokens, or at a low temperature, one unlikely token moves it far. So what is given is the
+    distance at which a normal distribution is as rare as a Pearson type III with the sum's own three moments is there.
+
+    Args:
+        surprise: the sum.
+        variance: of it.
+        third: its third central moment; 0: a normal distribution.
+    """
+    deviation = math.sqrt(max(variance, TINY))
+    errors, skew = surprise / deviation, third / deviation**3
+    if not math.isfinite(errors) or abs(skew) < 1e-3:
+        return errors
+    from scipy import stats  # late: it takes a second
+
+    of_sum = stats.pearson3(skew)
+    rare = float(of_sum.cdf(errors) if errors < 0 else of_sum.sf(errors))
+    return math.copysign(float(stats.norm.isf(max(rare, sys.float_info.min))), errors)
