@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from specbench.config.compose import check_pair_keys, compose_arguments, own_error
+from specbench.config.compose import (
+    as_it_stands,
+    check_pair_keys,
+    choices_of,
+    compose_arguments,
+    own_error,
+)
 from specbench.config.engine_settings import check_read
 from specbench.config.parts import check_part
 from specbench.config.spec import RunSpec, unit_of
@@ -167,9 +173,25 @@ def check_target(pair: DictConfig) -> None:
         )
 
 
+def check_shapes(pair: DictConfig) -> None:
+    """Raises UserError where random weights would have the shape of another model than the one that is named."""
+    if pair.init != "random" or pair.name not in choices_of("pair"):
+        return
+    usual = as_it_stands("pair", pair.name, None)
+    for model in ("target", "draft"):
+        name, shape = pair[model], values.plain(pair[f"{model}_shape"])
+        there = name is not None and (packaged(name).exists() or shape is None)
+        if name != usual[model] and shape == usual[f"{model}_shape"] and name is not None and not there:
+            raise UserError(
+                f"pair.{model}={name} would be built in the shape of {usual[model]}: with init=random set "
+                f"pair.{model}_shape, too, or name a folder with its config.json"
+            )
+
+
 def check_values(cfg: DictConfig) -> None:
     """Raises UserError for a value of another type than its key has, see `KEYS`."""
     values.check_all(cfg, KEYS)
+    check_shapes(cfg.pair)
     for name in ("width", "draft_width"):
         if cfg.pair[name] is not None and cfg.pair.init != "expanded":
             raise UserError(f"pair.{name} is of expanded models: set pair.init=expanded")

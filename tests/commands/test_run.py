@@ -165,6 +165,13 @@ def test_unknown_names(monkeypatch, capfd, arguments, message):
         (["method=exspec", "method.token_budget=0"], "method.token_budget "),
         (["method=exspec", "method.token_budget=4"], "token_budget ... 8 ... 4"),
         (["pair.target=???"], "pair.target"),
+        (["pair.stop_ids=2"], "pair.stop_ids ... list ... 2"),
+        (["pair.stop_ids=[end]"], "pair.stop_ids "),
+        (["pair.draft_layers=1.5"], "pair.draft_layers ... 1 ... 1.5"),
+        (
+            ["method=ar", "pair=qwen3-8b", "pair.init=random", "pair.target=Qwen/Qwen3-14B"],
+            "pair.target=Qwen/Qwen3-14B ... the shape of Qwen/Qwen3-8B ... pair.target_shape",
+        ),
         (["method=ar", "pair.target=.", "pair.tokenizer=null", "data.path=/nowhere/q.jsonl"], "/nowhere/q.jsonl"),
     ],
 )  # fmt: skip

@@ -19,11 +19,12 @@ from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import NORMED, Draft
 from specbench.decoding.wrapped import WrappedDrafter
 from specbench.measure import doctor
-from specbench.measure.doctor import examine, observed
+from specbench.measure.doctor import examine, observed, weight_findings
 from specbench.measure.protocol import Protocol
 from specbench.models.pairs import load_pair, with_part
 from tests.support.commands import exit_code
 from tests.support.conf import composed
+from tests.support.decoding import random_pair
 
 pytestmark = pytest.mark.slow  # answers of the embedded target
 TRAINED = (
@@ -225,3 +226,20 @@ def test_agreement_is_counted_at_every_place(eagle):
     assert counts.rate() == 1.0 and counts.rate(1) < 0.5
     assert counts.at(0) == counts.at(1) == counts.at(2) == 1.0 and counts.at(3) is None
     assert not doctor.shift_findings(counts) and not doctor.chain_findings(counts)
+
+
+def test_weights_of_the_target_are_not_the_drafters():
+    """A drafter may hold the target; a bias of it that is zero throughout is how it was made."""
+    pair = random_pair("qwen2")
+    drafter = Drafter()
+    drafter.target = pair.staged
+    with torch.no_grad():
+        pair.target.model.layers[0].self_attn.q_proj.bias.zero_()
+    assert weight_findings(drafter, pair) == []
+    drafter.layer = torch.nn.Linear(4, 4)
+    with torch.no_grad():
+        drafter.layer.bias.zero_()
+    [finding] = weight_findings(drafter, pair)
+    assert "layer.bias is zero throughout" in finding
+    pair.expansion = object()
+    assert weight_findings(drafter, pair) == [], "an expanded drafter is padded with zeros"

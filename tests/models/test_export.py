@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import gguf
 import pytest
 import torch
 from safetensors import safe_open
+from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specbench.commands import export as command
@@ -77,6 +79,16 @@ def test_each_is_written_once_and_anew_where_weights_differ(tiny, cache, monkeyp
     monkeypatch.setattr(module, "FORM", 99)
     assert as_gguf(tiny.draft, tiny.tokenizer, "a").parent.parent == cache
     assert len(list(cache.glob("*/a-F32.gguf"))) == 3
+
+
+def test_a_tokenizer_that_merges_characters_is_refused(tiny):
+    """As Llama 2's, which has tokens for bytes only where characters lack one."""
+    tokenizer = copy.deepcopy(tiny.tokenizer)
+    rules = json.loads(tokenizer.backend_tokenizer.to_str())
+    rules["model"]["byte_fallback"] = True
+    tokenizer._tokenizer = Tokenizer.from_str(json.dumps(rules))
+    with pytest.raises(UserError, match="byte-level BPE"):
+        as_gguf(tiny.draft, tokenizer, "a")
 
 
 def test_another_template_or_special_token_is_another_file(tiny):
