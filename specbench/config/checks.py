@@ -179,9 +179,10 @@ def check_shapes(pair: DictConfig) -> None:
         return
     usual = as_it_stands("pair", pair.name, None)
     for model in ("target", "draft"):
-        name, shape = pair[model], values.plain(pair[f"{model}_shape"])
-        there = name is not None and (packaged(name).exists() or shape is None)
-        if name != usual[model] and shape == usual[f"{model}_shape"] and name is not None and not there:
+        name, shape = pair[model], pair[f"{model}_shape"]
+        if name in (None, usual[model]) or shape is None or packaged(name).exists():
+            continue
+        if values.plain(shape) == usual[f"{model}_shape"]:
             raise UserError(
                 f"pair.{model}={name} would be built in the shape of {usual[model]}: with init=random set "
                 f"pair.{model}_shape, too, or name a folder with its config.json"
