@@ -15,11 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 DONE = "[DONE]"
-BAD_REQUEST, TOO_MANY, FAILED = (
-    400,
-    429,
-    500,
-)  # between the first and the last a request is refused, not failed
+# HTTP's codes from 400 to below 500 refuse a request; all others than 200 are a failure of the server.
+BAD_REQUEST, TOO_MANY, FAILED = 400, 429, 500
 SHOWN = 200  # characters of what a server says of an error
 
 

@@ -82,9 +82,8 @@ def of_logits(logits: torch.Tensor, tokens: list[int], temperature: float) -> Li
     """As `likelihood`, from the target's logits [n, vocab] at the places of n tokens."""
     logprob = surprise = variance = third = 0.0
     ids = torch.tensor(tokens, dtype=torch.long, device=logits.device)
-    for block, drawn in zip(
-        logits.split(BLOCK), ids.split(BLOCK)
-    ):  # all at once would take several times the logits
+    # In parts: all at once would take several times the memory of the logits.
+    for block, drawn in zip(logits.split(BLOCK), ids.split(BLOCK)):
         logp = token_logprobs(block, temperature)
         p = logp.exp()
         entropy = -(p * logp).sum(-1)
