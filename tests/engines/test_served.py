@@ -37,7 +37,7 @@ from tests.support.engine_stub import SPLIT, Stub, counting, serving
 PROMPT, NEW = [3, 9, 27, 11, 33, 29, 17], 16
 STOPS: frozenset[int] = frozenset({2})
 SCRIPT = Path(engine_stub.__file__)
-SILENT = 0.4  # s
+SILENT, PATIENT = 0.4, 20.0  # s without an event; the longer one for servers that do not hang
 
 
 def request(n: int = NEW) -> Request:
@@ -54,12 +54,12 @@ def pair():
     return random_pair("llama")
 
 
-def engine_of(pair, urls: list[str], dialect: str) -> ServedEngine:
+def engine_of(pair, urls: list[str], dialect: str, silent: float = PATIENT) -> ServedEngine:
     servers = {name: Server(name, url, seconds=5) for name, url in zip((PLAIN, SPECULATIVE), urls)}
-    return ServedEngine(pair, servers, dialect, SILENT)
+    return ServedEngine(pair, servers, dialect, silent)
 
 
-def process_engine(pair, speculative: dict | None = None, **plain) -> ServedEngine:
+def process_engine(pair, speculative: dict | None = None, silent: float = PATIENT, **plain) -> ServedEngine:
     """Stubs in processes of their own, in llama.cpp's dialect."""
 
     def server(name: str, told: dict) -> Server:
@@ -70,7 +70,7 @@ def process_engine(pair, speculative: dict | None = None, **plain) -> ServedEngi
         PLAIN: server(PLAIN, plain),
         SPECULATIVE: server(SPECULATIVE, {"drafts": True} | (speculative or {})),
     }
-    return ServedEngine(pair, servers, "llama_cpp", SILENT)
+    return ServedEngine(pair, servers, "llama_cpp", silent)
 
 
 @pytest.mark.parametrize("dialect", sorted(DIALECTS))
@@ -78,7 +78,7 @@ class TestDialects:
     def test_a_reply_holds_the_passes_that_it_came_from(self, dialect):
         with serving(Stub(counting), Stub(counting, drafts=True)) as (plain, speculative):
             for url, accepted in ((plain, (0,) * 15), (speculative, (2, 0, 3, 1, 2, 0, 0))):
-                reply = DIALECTS[dialect](url, request(), STOPS, SILENT)
+                reply = DIALECTS[dialect](url, request(), STOPS, PATIENT)
                 assert reply.tokens == counting(PROMPT, NEW)
                 assert reply.prompt_tokens == len(PROMPT) and not reply.cached_tokens
                 assert [len(one.tokens) for one in reply.passes] == [1, *(1 + n for n in accepted)]
@@ -90,14 +90,14 @@ class TestDialects:
     def test_it_asks_for_what_the_run_decodes_with(self, dialect):
         stub = Stub(counting)
         with serving(stub) as [url]:
-            DIALECTS[dialect](url, Request(PROMPT, SamplingParams(5, 0.7), seed=2**40 + 9), STOPS, SILENT)
+            DIALECTS[dialect](url, Request(PROMPT, SamplingParams(5, 0.7), seed=2**40 + 9), STOPS, PATIENT)
         [body] = stub.bodies
         assert body["prompt"] == PROMPT and body["temperature"] == 0.7 and body["seed"] == 9
         assert 5 in (body.get("n_predict"), body.get("max_tokens"))
 
     def test_log_probabilities_come_by_place(self, dialect):
         with serving(Stub(counting)) as [url]:
-            reply = DIALECTS[dialect](url, request(6), STOPS, SILENT, True)
+            reply = DIALECTS[dialect](url, request(6), STOPS, PATIENT, True)
         assert [max(one, key=one.get) for one in reply.tops] == counting(PROMPT, 6)
         assert all(sorted(one.values()) == [-3.0, -0.1] for one in reply.tops)
 
@@ -119,7 +119,7 @@ class TestDialects:
 
     def test_an_answer_ends_at_a_stop_token_and_what_is_told_after_it_is_read(self, dialect):
         with serving(Stub(stopping)) as [url]:
-            reply = DIALECTS[dialect](url, request(), STOPS, SILENT)
+            reply = DIALECTS[dialect](url, request(), STOPS, PATIENT)
         assert reply.tokens == stopping(PROMPT, NEW)
         assert (reply.prompt_tokens, reply.cached_tokens) == (len(PROMPT), 0)
         assert reply.ended > reply.passes[-1].at
@@ -128,7 +128,7 @@ class TestDialects:
         with serving(Stub(counting)) as [url]:
             pass
         with pytest.raises(EngineError, match="broke off"):
-            DIALECTS[dialect](url, request(), STOPS, SILENT)
+            DIALECTS[dialect](url, request(), STOPS, PATIENT)
 
 
 class TestCounts:
@@ -191,7 +191,7 @@ class TestTokensLeftOut:
     def test_they_are_asked_for_without_a_stream(self):
         stub = Stub(counting, drafts=True, fault="splits")
         with serving(stub) as [url]:
-            reply = DIALECTS["llama_cpp"](url, request(), STOPS, SILENT)
+            reply = DIALECTS["llama_cpp"](url, request(), STOPS, PATIENT)
             assert [body["stream"] for body in stub.bodies] == [True] and reply.tokens != counting(
                 PROMPT, NEW
             )
@@ -204,7 +204,7 @@ class TestTokensLeftOut:
 
     def test_a_plain_answer_has_a_pass_for_each(self):
         with serving(Stub(counting, fault="splits")) as [url]:
-            reply = DIALECTS["llama_cpp"](url, request(), STOPS, SILENT, True)
+            reply = DIALECTS["llama_cpp"](url, request(), STOPS, PATIENT, True)
             reply.complete()
         assert reply.tokens == counting(PROMPT, NEW) and len(reply.passes) == NEW
         assert [place for place, top in enumerate(reply.tops) if not top] == [*SPLIT]
@@ -237,7 +237,7 @@ class TestTokensLeftOut:
             serving(Stub(counting, fault="wavers")) as [url],
             pytest.raises(UserError, match="is another one"),
         ):
-            DIALECTS["llama_cpp"](url, request(), STOPS, SILENT).complete()
+            DIALECTS["llama_cpp"](url, request(), STOPS, PATIENT).complete()
 
 
 class TestVllm:
@@ -245,7 +245,7 @@ class TestVllm:
 
     def test_totals_are_no_counts_of_passes(self):
         with serving(Stub(counting, drafts=True, fault="sums")) as [url]:
-            reply = DIALECTS["openai"](url, request(), STOPS, SILENT)
+            reply = DIALECTS["openai"](url, request(), STOPS, PATIENT)
         assert [(len(one.tokens), one.drafted) for one in reply.passes[1:]] == [
             (size, None) for size in (3, 1, 4, 2, 3, 1, 1)
         ]
@@ -255,14 +255,14 @@ class TestVllm:
             serving(Stub(counting, fault="aborts")) as [url],
             pytest.raises(EngineError, match="ended the answer: abort"),
         ):
-            DIALECTS["openai"](url, request(), STOPS, SILENT)
+            DIALECTS["openai"](url, request(), STOPS, PATIENT)
 
     def test_an_error_that_is_null_is_none(self):
         assert client._event('{"error": null}') == {"error": None}
 
     def test_passes_that_came_together_are_those_that_it_counts(self):
         with serving(Stub(counting, drafts=True, fault="joins")) as [url]:
-            reply = DIALECTS["openai"](url, request(), STOPS, SILENT)
+            reply = DIALECTS["openai"](url, request(), STOPS, PATIENT)
         assert reply.tokens == counting(PROMPT, NEW)
         assert [len(one.tokens) for one in reply.passes] == [1, 3, 1, 4, 2, 3, 1, 1]
         assert [one.accepted for one in reply.passes[1:]] == [2, 0, 3, 1, 2, 0, 0]
@@ -449,7 +449,7 @@ class TestSeveralAtOnce:
 def test_a_server_of_somebody_else_that_fails_ends_the_run(pair, fault):
     stub = Stub(counting, drafts=True, fault=fault, after=4)
     with serving(Stub(counting), stub) as urls:
-        engine = engine_of(pair, urls, "llama_cpp")
+        engine = engine_of(pair, urls, "llama_cpp", SILENT)
         engine.open([request()])
         exhaust(engine.speculative([request()]))
         with pytest.raises(JobError, match="speculative server failed"):
@@ -460,7 +460,7 @@ def test_a_server_of_somebody_else_that_fails_ends_the_run(pair, fault):
 @pytest.mark.process
 @pytest.mark.parametrize("fault", ["dies", "hangs", "refuses"])
 def test_a_server_of_ours_that_fails_is_started_again_once(pair, fault):
-    engine = process_engine(pair, {"fault": fault, "after": 4})
+    engine = process_engine(pair, {"fault": fault, "after": 4}, SILENT)
     try:
         engine.open([request()])
         answers = [exhaust(engine.speculative([request()]))[0].tokens for _ in range(2)]
