@@ -138,33 +138,43 @@ def _scale_rope(config: Any, reader: Any) -> None:
     import torch
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    rope = config.rope_parameters
-    if rope.get("rope_type", "default") != "default":
+    rope = getattr(config, "rope_parameters", None) or {}
+    if not rope or rope.get("rope_type", "default") != "default":
         return
     if unread := sorted(t.name for t in reader.tensors if t.name.startswith("rope_factors")):
         raise UserError(
             f"{unread[0]} scales rotary positions in a way that is not read: name the original model"
         )
+    rotated = next(
+        (f.contents() for k, f in reader.fields.items() if k.endswith(".rope.dimension_count")), None
+    )
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    share = rope.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1.0
+    if rotated is not None and int(rotated) != int(width * share):
+        raise UserError(
+            f"the file rotates {int(rotated)} of {width} numbers of a head, which transformers does not read: name the "
+            "original model"
+        )
     fields = {key.partition(".rope.scaling.")[2]: field.contents() for key, field in reader.fields.items()}
     kind = fields.get("type", "none")
     tensors = (torch.tensor(tensor.data).float() for tensor in reader.tensors if tensor.name == FREQUENCIES)
     divisors = next(tensors, None)
-    if divisors is not None:
-        config.rope_parameters = rope | {"rope_type": "llama3", "factor": float(divisors.max())} | LLAMA_3
+    by_kind = all(isinstance(part, dict) for part in rope.values())  # of layers, as Gemma 3 has it
+    if divisors is not None and not by_kind:
+        config.rope_parameters = (
+            rope | {"rope_type": "llama3", "factor": round(float(divisors.max()), 3)} | LLAMA_3
+        )
         usual = rope["rope_theta"] ** -(torch.arange(len(divisors)).float() / len(divisors))
         scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
         if not torch.allclose(usual / divisors, scaled, rtol=1e-2):
             raise UserError(
                 f"the rotary frequencies of {FREQUENCIES} are not those of Llama 3: name the original model"
             )
-    elif kind == "linear" and all(
-        isinstance(part, dict) for part in rope.values()
-    ):  # by kind of layer (Gemma 3)
-        full = rope["full_attention"] | {"rope_type": "linear", "factor": float(fields["factor"])}
-        config.rope_parameters = rope | {"full_attention": full}
     elif kind == "linear":
-        config.rope_parameters = rope | {"rope_type": "linear", "factor": float(fields["factor"])}
-    elif kind != "none":
+        linear = {"rope_type": "linear", "factor": float(fields["factor"])}
+        full = {"full_attention": rope["full_attention"] | linear} if by_kind else linear
+        config.rope_parameters = rope | full
+    elif kind != "none" or divisors is not None:
         raise UserError(
             f"rotary positions of type '{kind}' are not read from a GGUF file: name the original model"
         )
@@ -195,7 +205,7 @@ def _convert(path: Path, digest: str, folder: Path) -> None:
     if info["missing_keys"]:  # transformers fills them with random numbers
         missing = sorted(info["missing_keys"])
         raise UserError(f"'{path}' lacks {len(missing)} tensors, such as {missing[0]}")
-    _scale_rope(model.config, reader)
+    _scale_rope(model.config.get_text_config(), reader)
     ends = {int(reader.fields[key].contents()) for key in ENDS if key in reader.fields}
     vocabulary = tokenizer.get_vocab()
     ends |= {vocabulary[token] for token in END_TOKENS if token in vocabulary}

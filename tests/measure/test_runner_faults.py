@@ -281,7 +281,7 @@ def test_a_process_certifies_against_the_first_and_takes_over_its_facts(workplac
 
 
 def test_a_device_that_is_gone_ends_the_job_and_is_no_failed_question(monkeypatch):
-    class Gone(Exception):
+    class Gone(RuntimeError):
         pass
 
     def fail(*_: object) -> None:

@@ -375,7 +375,7 @@ def test_samples_with_a_drawn_auxiliary_follow_the_target():
 @pytest.mark.slow
 def test_a_sample_does_not_depend_on_whether_others_copy():
     """What is copied is accepted by one rule, whether or not a draft beside it was drawn."""
-    pair = random_pair("llama", **SHAPE)
+    pair = random_pair("llama")
     decoding = SamplingParams(24, 1.0)
     requests = [Request([*PROMPT[i:], 3 + i], decoding, seed=i) for i in range(6)]
     drafter = SAMDecoding(pair, AUXILIARIES["sps"], "sps", threshold=1, max_draft_tokens=3)

@@ -209,14 +209,21 @@ def test_the_scaling_of_rotary_positions_is_that_of_the_file():
     assert scaled(reader_of(type="linear", factor=4.0)) == usual | {"rope_type": "linear", "factor": 4.0}
     with pytest.raises(UserError, match="'yarn' are not read"):
         scaled(reader_of(type="yarn", factor=4.0))
-    with pytest.raises(UserError, match="frequencies of Llama 3"):
+    partial = reader_of()
+    partial.fields["llama.rope.dimension_count"] = SimpleNamespace(contents=lambda: 96)
+    with pytest.raises(UserError, match="rotates 96 of 128 numbers"):
+        scaled(partial)
+    factors = reader_of()
+    factors.tensors = [SimpleNamespace(name="rope_factors_long.weight")]
+    with pytest.raises(UserError, match="rope_factors_long"):
+        scaled(factors)
+    with pytest.raises(UserError, match="not those of Llama 3"):
         scaled(reader_of(divisors=divisors.flip(0)))
 
 
-def test_what_ends_a_turn_of_chat_ends_an_answer(tiny, tmp_path):
+def test_what_ends_a_turn_of_chat_ends_an_answer(tiny, tmp_path, monkeypatch):
     """Files name one token as the end, and chat models end a turn with others."""
     vocabulary = tiny.tokenizer.get_vocab()
-    ordinary = max(vocabulary.values())
-    assert ordinary not in tiny.stop_ids
-    path = file_of(tiny, tmp_path / "a.gguf", renamed={ordinary: "<|im_end|>"})
-    assert loaded(path).stop_ids == {ordinary, tiny.tokenizer.eos_token_id}
+    word = max(set(vocabulary.values()) - tiny.stop_ids - {*tiny.tokenizer.all_special_ids})
+    monkeypatch.setattr(conversion, "END_TOKENS", (tiny.tokenizer.convert_ids_to_tokens(word),))
+    assert loaded(file_of(tiny, tmp_path / "a.gguf")).stop_ids == {word, tiny.tokenizer.eos_token_id}

@@ -110,7 +110,9 @@ class Decoder:
         if streamer.failed is not None:
             raise streamer.failed
         if not result.tokens or not result.tokens[0]:
-            raise RequestError("OpenVINO gives no tokens: does the prompt fit engine.plain.scheduler.cache_size?")
+            raise RequestError(
+                "OpenVINO gives no tokens: does the prompt fit engine.plain.scheduler.cache_size?"
+            )
         [tokens] = result.tokens
         if rest := tokens[streamer.sent :]:
             send(rest, None, None)
