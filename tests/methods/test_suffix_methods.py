@@ -375,13 +375,13 @@ def test_samples_with_a_drawn_auxiliary_follow_the_target():
 @pytest.mark.slow
 def test_a_sample_does_not_depend_on_whether_others_copy():
     """What is copied is accepted by one rule, whether or not a draft beside it was drawn."""
-    pair = random_pair("llama")
-    decoding = SamplingParams(24, 1.0)
-    requests = [Request([*PROMPT[i:], 3 + i], decoding, seed=i) for i in range(6)]
-    drafter = SAMDecoding(pair, AUXILIARIES["sps"], "sps", threshold=1, max_draft_tokens=3)
+    pair = random_pair("llama", **SHAPE)
+    n, decoding = pair.target.config.vocab_size, SamplingParams(24, 1.0)
+    requests = [Request([(3 * i + j) % n for j in range(4 + i)], decoding, seed=i) for i in range(8)]
+    drafter = SAMDecoding(pair, AUXILIARIES["sps"], "sps", threshold=2, max_draft_tokens=3)
     alone, together = (
         Engine(StagedModel(pair.target), drafter, frozenset(), RaggedBatch(size)).generate(requests)
-        for size in (1, 6)
+        for size in (1, 8)
     )
     copied = [{step.stats["copied"] for step in one.steps if step.stats} for one in alone]
     assert {0, 1} in copied
