@@ -21,7 +21,6 @@ import torch
 from torch import multiprocessing
 
 from methods.mirror_sd.channel import Message, ProcessChannel, ThreadChannel, elapsed
-from specbench.decoding.cpu.autotune import choose_layouts
 from specbench.decoding.trace import Clock
 from specbench.system.errors import JobError, one_line
 from specbench.system.processes import end_with_parent
@@ -320,7 +319,6 @@ def _work(
     torch.set_num_threads(threads)
     try:
         brancher = make(*arguments)
-        choose_layouts()
     except Exception as error:  # noqa: BLE001 - told to the other side, which ends the run
         _give_up(channel, error)
         return

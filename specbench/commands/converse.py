@@ -96,8 +96,7 @@ class Writer:
     """
 
     def __init__(self, cfg: DictConfig, pair: Pair, kinds: list[Kind], filters: Filters, bar: tqdm):
-        from specbench.decoding.cpu.autotune import PassShape, choose_layouts  # late: torch takes seconds
-        from specbench.decoding.drafter import Drafter
+        from specbench.decoding.drafter import Drafter  # late: torch takes seconds
         from specbench.decoding.engine import Engine
         from specbench.decoding.sampling import SamplingParams
         from specbench.decoding.scheduler import Scheduler
@@ -106,7 +105,6 @@ class Writer:
         self.asking = SamplingParams(cfg.question_tokens, cfg.temperature)
         self.answering = SamplingParams(cfg.max_new_tokens)
         target, scheduler = pair.staged, Scheduler(cfg.batch_size)
-        choose_layouts(target, (PassShape(cfg.batch_size, 1),))
         self.engine = Engine(target, Drafter(), pair.stop_ids, scheduler, pair.context_length)
         self.material = Material()
 

@@ -45,7 +45,7 @@ from specbench.measure.protocol import Protocol
 from specbench.measure.records import run_folder as store
 from specbench.measure.round_costs import set_round_costs
 from specbench.measure.served import prepare_served
-from specbench.measure.warm_up import choose_layouts, choose_threads, warm_up
+from specbench.measure.warm_up import choose_threads, warm_up
 from specbench.models.pairs import load_pair, name_of, pair_for
 from specbench.system.errors import BusyError, UserError, one_line, one_line_errors
 from specbench.system.files import read_json, write_json
@@ -98,20 +98,18 @@ def prepare(cfg: DictConfig, scheduler: Scheduler | None = None) -> Bench:
 
 
 def choose(bench: Bench, cfg: DictConfig, earlier: Mapping) -> dict[str, Any]:
-    """Chooses the number of threads and the layouts of weights.
+    """Chooses the number of threads.
 
     Args:
         bench: of the run.
         cfg: its configuration.
-        earlier: provenance of an earlier process of the run, whose choices are then taken; {} of the first one.
+        earlier: provenance of an earlier process of the run, whose choice is then taken; {} of the first one.
 
     Returns:
-        `thread_choice` and `layouts`, for the provenance.
+        `thread_choice`, for the provenance.
     """
-    setup, protocol = bench.setup, bench.protocol
     threads = earlier["threads"]["torch"] if earlier else cfg.threads
-    thread_choice = choose_threads(setup, protocol, threads)
-    return {"thread_choice": asdict(thread_choice), "layouts": choose_layouts(setup, earlier.get("layouts"))}
+    return {"thread_choice": asdict(choose_threads(bench.setup, bench.protocol, threads))}
 
 
 def make_ready(
@@ -261,7 +259,6 @@ class Job:
         draft = None if setup.served is not None else setup.spec.needs.draft_of(self.cfg.pair)
         run_facts = facts(bench) | {
             "bandwidth_bytes_per_second": bandwidth,
-            "layouts": chosen["layouts"],
             "speed": speed,
             "round_costs": chosen["round_costs"],
             "draft": draft,

@@ -1,11 +1,10 @@
-"""Before the first question: the number of threads and the layouts of weights are chosen, and every arm warms up."""
+"""Before the first question: the number of threads is chosen, and every arm warms up."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from specbench.decoding.cpu import autotune
 from specbench.decoding.model.fixed_shape import KV_BUCKET, rounded_up
 from specbench.decoding.model.graphs import GraphRunner
 from specbench.measure.arms import BASELINE, HF, METHOD, SINGLE, FastestOf
@@ -82,22 +81,7 @@ def choose_threads(setup: Setup, protocol: Protocol, requested_threads: int | No
             setup.answers(name, requests)
 
     matters = setup.pair.device.type == "cpu" and setup.served is None
-    return threads.use_threads(requested_threads, work if matters else None, lambda: choose_layouts(setup))
-
-
-def choose_layouts(setup: Setup, chosen: dict | None = None) -> dict:
-    """Gives all weights the layouts that are fastest in this run's passes; see `autotune.choose_layouts`.
-
-    Those are the baseline's, of one token of each sequence, and the widest of the method. A batch has passes of a
-    single sequence, too, of the arm that it is compared with.
-
-    Args:
-        setup: with the target.
-        chosen: by an earlier process of this run.
-    """
-    b = setup.spec.batch_size
-    passes = [autotune.PassShape(*shape) for shape in ((1, 1), (b, 1), (b, setup.verify_tokens))]
-    return autotune.choose_layouts(setup.target, passes, chosen or {})
+    return threads.use_threads(requested_threads, work if matters else None)
 
 
 def filled(setup: Setup, requests: list[Request]) -> list[Request]:

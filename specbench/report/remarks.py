@@ -74,33 +74,12 @@ def machine_line(summary: dict) -> str:
     return text + (f"; {share_text(stolen)} was stolen" if stolen and stolen > STOLEN_SHOWN else "")
 
 
-def layouts_line(summary: dict) -> str:
-    """How the weights lie in memory, by whose they are; nothing on a GPU and for older runs."""
-    lying: dict[str, dict[str, list[str]]] = {}  # shapes, by whose and by how they lie
-    for name, choices in ((summary.get("layouts") or {}).get("groups") or {}).items():
-        whose, shape, _ = name.split()
-        lying.setdefault(whose, {}).setdefault(_lying(choices), []).append(shape)
-    parts = []
-    for whose, shapes in lying.items():
-        alone = len(shapes) == 1
-        parts += [
-            f"{whose} {how}" if alone else f"{whose} {', '.join(of)} {how}" for how, of in shapes.items()
-        ]
-    if not parts:
+def kernels_line(summary: dict) -> str:
+    """Whose kernels ran a CPU's short passes, and whether layers were compiled; nothing for older runs."""
+    if summary.get("compiled") is None or summary["device"] != "cpu" or summary.get("engine"):
         return ""
-    layers = "; layers compiled" if summary.get("compiled") else ""
-    kernels = f"; torch's kernels: {summary['kernels']}" if summary.get("kernels") else ""
-    return f"weights: {'; '.join(parts)}{layers}{kernels}"
-
-
-def _lying(choices: dict[str, dict]) -> str:
-    """Layouts in words, such as "columns (1 token), packed (6, 17)"; without numbers where there is one layout."""
-    numbers: dict[str, list[str]] = {}
-    for n, choice in sorted(choices.items(), key=lambda item: int(item[0])):
-        numbers.setdefault(choice["layout"], []).append("1 token" if n == "1" else n)
-    if len(numbers) == 1:
-        return next(iter(numbers))
-    return ", ".join(f"{layout} ({', '.join(of)})" for layout, of in numbers.items())
+    kernels = f"torch's kernels ({reason})" if (reason := summary.get("kernels")) else "kernels of our own"
+    return f"short passes: {kernels}{', layers compiled' if summary['compiled'] else ''}"
 
 
 def repetition_line(summary: dict) -> str:

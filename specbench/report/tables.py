@@ -32,7 +32,7 @@ from specbench.report.remarks import (
     gain,
     is_one_pool,
     itself_text,
-    layouts_line,
+    kernels_line,
     likelihood_line,
     machine_line,
     notes,
@@ -69,7 +69,7 @@ def run_table(summary: dict) -> Table:
         acceptance_line(summary["overall"]),
         passes_line(summary),
         machine_line(summary),
-        layouts_line(summary),
+        kernels_line(summary),
         repetition_line(summary),
     ):
         caption.append(f"\n{line}" if line else "")

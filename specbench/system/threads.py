@@ -45,7 +45,6 @@ class Threads:
 def use_threads(
     requested_threads: int | None,
     work: Callable[[], object] | None,
-    prepare: Callable[[], object] = lambda: None,
 ) -> Threads:
     """Sets the number of torch's threads for the rest of this process.
 
@@ -53,7 +52,6 @@ def use_threads(
         requested_threads: the number set by hand; None leaves it to $OMP_NUM_THREADS, and without that to measuring.
         work: what the process will spend its time on, some tenths of a second of it; called several times with each
             number. None: nothing to measure by, as on a GPU.
-        prepare: called before each measurement, when the number is set; it is not timed.
     """
     if requested_threads is not None:
         torch.set_num_threads(requested_threads)
@@ -66,7 +64,7 @@ def use_threads(
     if len(numbers) > 1:
         listed = ", ".join(map(str, numbers))
         print(f"choosing torch's threads: measuring {listed}", file=sys.stderr, flush=True)
-    seconds = measure(work, numbers, prepare)
+    seconds = measure(work, numbers)
     chosen = fewest_worth(seconds)
     torch.set_num_threads(chosen)
     return Threads(chosen, "measuring", seconds)
@@ -82,9 +80,7 @@ def counts(most: int) -> list[int]:
     return [most, *(2**i for i in reversed(range(most.bit_length())) if 2**i < most)]
 
 
-def measure(
-    work: Callable[[], object], numbers: list[int], prepare: Callable[[], object] = lambda: None
-) -> dict[int, float]:
+def measure(work: Callable[[], object], numbers: list[int]) -> dict[int, float]:
     """Median seconds of `work` with each number of threads, in rounds over all of them, after one call as warm-up.
 
     numbers: falling. The lowest ones are left out once they are far slower than more threads: of a large model they
@@ -98,7 +94,6 @@ def measure(
         best = float("inf")
         for n in list(times):
             torch.set_num_threads(n)
-            prepare()
             start = time.perf_counter()
             work()
             times[n].append(time.perf_counter() - start)

@@ -11,7 +11,7 @@ import argparse
 import copy
 import time
 from collections import defaultdict
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from statistics import median
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -20,11 +20,9 @@ import torch
 from tqdm import tqdm
 from transformers import DynamicCache
 
-from specbench.decoding.cpu import autotune, grouped_attention, packed_linear
-from specbench.decoding.cpu.autotune import PassShape, choose_layouts
+from specbench.decoding.cpu import grouped_attention, native, packed_linear
 from specbench.decoding.cpu.compiled_layers import CompiledLayer
-from specbench.decoding.cpu.packed_linear import LAYOUTS, PANELS, packed_weights
-from specbench.decoding.model import layer_stack
+from specbench.decoding.cpu.packed_linear import packed_weights
 from specbench.decoding.model.graphs import Options, set_options
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.state import Draft
@@ -44,32 +42,18 @@ OURS = (TORCH, KERNELS, COMPILED)
 class Way:
     """One way to run a target, which is its own."""
 
-    def __init__(self, name: str, target: StagedModel, tokens: list[int]):
+    def __init__(self, name: str, target: StagedModel):
         self.name, self.target = name, target
-        layouts = {k: v for k, v in LAYOUTS.items() if k != PANELS} if name == TORCH else LAYOUTS
-        weights = packed_weights([*target.layers, target.lm_head])
-        autotune._FASTEST.clear()
-        with (
-            patch.dict(LAYOUTS, layouts, clear=True),
-            patch.object(autotune, "PACKED", weights),
-            self.attention(),
-        ):
-            choose_layouts(target, [PassShape(1, n) for n in tokens])
         self.cache = target.new_cache(PROMPT + 64)
 
-    @contextmanager
-    def attention(self) -> Iterator[None]:
-        """Attention by torch's kernel inside, where the way has that."""
-        if self.name != TORCH:
-            yield
-            return
-        with patch.object(grouped_attention, "has_kernel", lambda device, dtype: False):
-            yield
+    def kernels(self) -> Any:
+        """A context with torch's kernels alone, where the way has those."""
+        return patch.object(native, "_available", lambda: False) if self.name == TORCH else nullcontext()
 
     def run(self, ids: torch.Tensor) -> float:
         """Seconds of a pass over ids [1, n]."""
         draft = Draft(ids[:, 1:])
-        with self.attention():
+        with self.kernels():
             begun = time.perf_counter()
             self.target.verify(ids[:, :1], draft, self.cache, PROMPT)
             return time.perf_counter() - begun
@@ -131,12 +115,11 @@ def main() -> None:
         model = prepare(cfg).setup.pair.target
         targets = {}
         for name in OURS:
-            twin = copy.deepcopy(model)
-            set_options(twin, Options(compile=name == COMPILED))
-            no_kernel = patch.object(layer_stack, "has_kernel", lambda device, dtype: False)
-            with no_kernel if name == TORCH else patch.dict({}):
+            with patch.object(native, "_available", lambda: False) if name == TORCH else nullcontext():
+                twin = copy.deepcopy(model)  # whose weights have copies of their own
+                set_options(twin, Options(compile=name == COMPILED))
                 targets[name] = StagedModel(twin)
-    ways = [Way(name, target, args.tokens) for name, target in targets.items()]
+    ways = [Way(name, target) for name, target in targets.items()]
     ids = torch.randint(4, 4000, (1, PROMPT + 64))
     own_cache = DynamicCache(config=model.config)
     targets[TORCH].model(ids[:, :PROMPT], past_key_values=own_cache, use_cache=True)
@@ -154,7 +137,7 @@ def main() -> None:
             for way in ways:
                 way.run(tokens)  # what lies in the caches is what a pass of this way leaves
                 seconds[way.name].append(way.run(tokens))
-                if way.name == TORCH:  # transformers' forward has its layouts
+                if way.name == TORCH:  # transformers' forward reads its copies of the weights
                     model_seconds(way.target, own_cache, tokens)
                     seconds[MODEL].append(model_seconds(way.target, own_cache, tokens))
         medians = {name: 1e3 * median(of) for name, of in seconds.items()}

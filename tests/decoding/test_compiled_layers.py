@@ -9,20 +9,20 @@ import torch
 from transformers import PreTrainedModel
 
 from specbench.decoding.cpu import compiled_layers, packed_linear
-from specbench.decoding.cpu.packed_linear import JoinedLinear, packed_weights
+from specbench.decoding.cpu.packed_linear import JoinedLinear, by_columns, packed_weights
 from specbench.decoding.kv_cache import ForwardContext
 from specbench.decoding.model.graphs import Options, set_options
 from specbench.decoding.model.staged_model import StagedModel
-from tests.support.kernel_passes import PROMPT, TOKENS, needs_kernels, passes, take_panels
+from tests.support.kernel_passes import PROMPT, TOKENS, needs_kernels, passes
 from tests.support.models import ARCHITECTURES, random_model
 
 pytestmark = needs_kernels
 
 
 def driven(model: PreTrainedModel) -> StagedModel:
-    """With compiled layers, and all products on the kernel."""
+    """With compiled layers."""
     set_options(model, Options(compile=True))
-    return take_panels(StagedModel(model))
+    return StagedModel(model)
 
 
 def compiled(arch: str, dtype: torch.dtype = torch.float32, **config) -> StagedModel:
@@ -65,15 +65,14 @@ def test_a_compiled_layer_gives_what_the_layer_gives(arch, dtype, capfd):
 
 @pytest.mark.slow
 @torch.inference_mode()
-@pytest.mark.parametrize(
-    "layouts", [{1: "columns", 6: "rows"}, {1: "columns", 6: "packed"}, {1: "panels", 6: "rows"}]
-)
-def test_products_of_other_layouts_and_other_attention_are_called_from_python(layouts, monkeypatch):
-    monkeypatch.setattr(compiled_layers, "is_plain", lambda options: layouts[1] == "panels")
+@pytest.mark.parametrize("attention", ["of our own", "torch's"])
+def test_products_without_panels_and_other_attention_are_called_from_python(attention, monkeypatch):
+    if attention == "torch's":
+        monkeypatch.setattr(compiled_layers, "is_plain", lambda options: False)
     with torch.inference_mode(False):
         target, ids = compiled("llama"), torch.randint(3, 60, (1, PROMPT + TOKENS))
         for weight in packed_weights(target.layers):
-            weight.choose(layouts)
+            weight.one_token, weight.several = by_columns(weight.weight), weight.weight
     logits, expected = logits_of(target, ids), logits_of(plain(target), ids)
     for name, of in logits.items():
         torch.testing.assert_close(of, expected[name], atol=1e-4, rtol=1e-4)

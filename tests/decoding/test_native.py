@@ -14,11 +14,11 @@ import torch
 from specbench.decoding.cpu import huge_pages, native, packed_linear
 from specbench.decoding.cpu.huge_pages import ALIGNED, CHUNK, in_huge_pages
 from specbench.decoding.cpu.native import MOST_TOKENS
-from specbench.decoding.cpu.packed_linear import PANELS, PackedWeight, Panels
+from specbench.decoding.cpu.packed_linear import PackedWeight, Panels
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.state import Draft
 from specbench.system.errors import UserError
-from tests.support.kernel_passes import PROMPT, TOKENS, needs_kernels, passes, take_panels
+from tests.support.kernel_passes import PROMPT, TOKENS, needs_kernels, passes
 from tests.support.models import ARCHITECTURES, random_model
 
 
@@ -104,12 +104,9 @@ def test_a_product_with_many_tokens_is_torchs(dtype, has_instructions, monkeypat
 
 
 @needs_kernels
-@pytest.mark.parametrize("layouts", [{1: PANELS}, {1: PANELS, 6: PANELS}])
-def test_a_prompt_in_half_precision_is_computed_in_float32(layouts, monkeypatch):
-    """Whatever passes a run has chosen layouts for: one without drafts has those of a single token alone."""
+def test_a_prompt_in_half_precision_is_computed_in_float32(monkeypatch):
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
     laid = PackedWeight([torch.nn.Parameter(torch.randn(24, 16, dtype=torch.bfloat16))])
-    laid.choose(layouts)
     seen = []
     inner = packed_linear.linear
 
@@ -158,7 +155,7 @@ def test_a_verified_token_has_the_bits_of_a_decoded_one(arch, dtype):
     model = copy.deepcopy(random_model(arch, 0)).to(dtype)
     if getattr(model.config, "attn_logit_softcapping", None):
         pytest.skip("scores that are capped go to transformers' attention")
-    target, ids = take_panels(StagedModel(model)), torch.randint(3, 60, (1, PROMPT + TOKENS))
+    target, ids = StagedModel(model), torch.randint(3, 60, (1, PROMPT + TOKENS))
     with torch.inference_mode():
         logits, caches = passes(target, ids)
     for name, of in logits.items():
@@ -173,7 +170,7 @@ def test_a_verified_token_has_the_bits_of_a_decoded_one(arch, dtype):
 def test_a_token_has_its_bits_in_a_wide_pass_too(dtype, tokens):
     """As in the trees of Token Recycling, of 80 nodes."""
     model = copy.deepcopy(random_model("llama", 0, num_hidden_layers=2)).to(dtype)
-    target, ids = take_panels(StagedModel(model)), torch.randint(3, 60, (1, PROMPT + tokens))
+    target, ids = StagedModel(model), torch.randint(3, 60, (1, PROMPT + tokens))
     with torch.inference_mode():
         caches = [target.new_cache(PROMPT + tokens) for _ in range(2)]
         for cache in caches:

@@ -1,4 +1,4 @@
-"""Joint products: layers that read the same states give what each gives by itself, also after changes."""
+"""Products of frozen weights are those of torch, alone or joined, in whatever form they are read, and after changes."""
 
 from __future__ import annotations
 
@@ -10,21 +10,24 @@ import pytest
 import torch
 from torch.nn.functional import linear as plain_linear
 
+from specbench.decoding.cpu import native
 from specbench.decoding.cpu import packed_linear as linear
-from specbench.decoding.cpu.autotune import choose_layouts
-from specbench.decoding.cpu.packed_linear import JoinedLinear, PackedLinear, pack_linears
+from specbench.decoding.cpu.packed_linear import (
+    JoinedLinear,
+    PackedLinear,
+    Panels,
+    by_columns,
+    forms,
+    pack_linears,
+    packed_linear,
+)
 from specbench.decoding.model.staged_model import StagedModel
+from tests.support.kernel_passes import needs_kernels
 from tests.support.models import random_model
 
 NAMES = ("q_proj", "k_proj", "v_proj")
 SIZES = (48, 16, 24)
-LAYOUTS = [
-    {1: "rows", 6: "rows"},
-    {1: "columns", 6: "columns"},
-    {1: "packed_one", 6: "packed"},
-    {1: "columns", 6: "packed"},
-    {1: "bags_256", 6: "packed"},
-]
+TOLERANCES = {torch.float32: {"atol": 1e-5, "rtol": 1e-5}, torch.bfloat16: {"atol": 0.05, "rtol": 0.05}}
 
 
 class Attention(torch.nn.Module):
@@ -59,8 +62,14 @@ def _small_ones_too(monkeypatch):
     monkeypatch.setattr(linear, "LEAST_JOINED", 0)
 
 
+@pytest.fixture(params=[pytest.param(True, marks=needs_kernels), False], ids=["our kernels", "torch's"])
+def _kernels(request, monkeypatch) -> None:
+    if not request.param:
+        monkeypatch.setattr(native, "_available", lambda: False)
+
+
 @pytest.fixture(params=[False, True], ids=["no bias", "bias"])
-def attention(request) -> Attention:
+def attention(request, _kernels) -> Attention:
     torch.manual_seed(0)
     module = Attention(request.param)
     pack_linears(module)
@@ -68,18 +77,99 @@ def attention(request) -> Attention:
     return module
 
 
-@pytest.mark.parametrize("layouts", LAYOUTS, ids=str)
-def test_joint_layers_give_what_each_gives_by_itself(attention, layouts):
-    attention.q_proj._joined.laid.choose(layouts)
+@pytest.mark.usefixtures("_kernels")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_product_is_that_of_torch_in_any_shape_and_type(dtype):
+    sizes = torch.Generator().manual_seed(0)
+    for rows, columns in [(1024, 8), (7, 5), *torch.randint(1, 200, (6, 2), generator=sizes).tolist()]:
+        weight, bias = torch.randn(rows, columns, dtype=dtype) / columns**0.5, torch.randn(rows, dtype=dtype)
+        long = torch.randn(2, 99, columns, dtype=dtype)
+        for b in (None, bias):
+            layer = packed_linear(weight, b)
+            assert torch.equal(layer.weight, weight)
+            for states in [long[:1, :1], long[0, 3], long[1:, 2:3], long[:1, :6], long[:, 2:8], long]:
+                with torch.inference_mode():
+                    torch.testing.assert_close(
+                        layer(states), plain_linear(states, weight, b), **TOLERANCES.get(dtype, {})
+                    )
+
+
+@needs_kernels
+def test_with_kernels_all_products_read_panels():
+    one, several = forms(torch.randn(24, 16))
+    assert isinstance(one, Panels) and one is several
+
+
+def test_without_kernels_one_token_reads_columns_and_several_blocks(monkeypatch):
+    monkeypatch.setattr(native, "_available", lambda: False)
+    weight = torch.randn(40, 24)
+    one, several = forms(weight)
+    assert torch.equal(one, weight) and one.stride(0) == 1
+    assert several.is_mkldnn and torch.equal(several.to_dense(), weight)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert all(form is weight for form in forms(weight)), "this torch has no blocks"
+
+
+def test_other_types_and_devices_have_no_copies():
+    for weight in (torch.randn(4, 4, dtype=torch.float64), torch.randn(4, 4, device="meta")):
+        assert all(form is weight for form in forms(weight))
+
+
+def test_which_form_serves_which_number_of_tokens(monkeypatch):
+    layer = packed_linear(torch.randn(40, 24), None)
+    laid = layer._laid
+    laid.one_token, laid.several = by_columns(laid.weight), laid.weight.clone()
+    used = []
+    monkeypatch.setattr(
+        linear, "product", lambda states, weight, bias: used.append(weight is laid.one_token) or states
+    )
+    with torch.inference_mode():
+        for shape in [(1, 24), (24,), (1, 1, 24), (2, 1, 24), (1, 6, 24), (4, 6, 24)]:
+            layer(torch.randn(shape))
+    assert used == [True, True, True, False, False, False]
+
+
+def test_columns_do_not_begin_a_whole_number_of_pages_apart():
+    weight = torch.randn(2048, 24)
+    laid = by_columns(weight)
+    assert torch.equal(laid, weight) and laid.stride(0) == 1 and laid.stride(1) * 4 % 4096
+    assert by_columns(torch.randn(24, 2048)).stride() == (1, 24)
+
+
+def test_without_room_for_copies_weights_stay_as_they_are_and_a_line_says_so(monkeypatch, capsys):
+    layers = torch.nn.Sequential(*(torch.nn.Linear(24, 40, bias=False) for _ in range(2))).requires_grad_(
+        False
+    )
+    size = 2 * 24 * 40 * 4
+    monkeypatch.setattr(linear, "free_memory", lambda: 2 * size)
+    pack_linears(layers)
+    assert all(part._laid.one_token is part._laid.several is part.weight for part in layers)
+    said = capsys.readouterr().err
+    assert said.startswith("warning: weights of 0.0 GB have no copies") and said.count("\n") == 1
+    with torch.inference_mode():
+        states = torch.randn(6, 24)
+        torch.testing.assert_close(layers[0](states), plain_linear(states, layers[0].weight))
+    monkeypatch.setattr(linear, "free_memory", lambda: 2 * size + 1)
+    other = copy.deepcopy(layers)
+    assert other[0]._laid.copies is False, "a copy has no more room"
+    fresh = torch.nn.Sequential(*(torch.nn.Linear(24, 40, bias=False) for _ in range(2))).requires_grad_(
+        False
+    )
+    pack_linears(fresh)
+    assert fresh[0]._laid.copies and not capsys.readouterr().err
+
+
+def test_joint_layers_give_what_each_gives_by_itself(attention):
     assert_right(attention)
 
 
 def test_one_product_computes_all(attention, monkeypatch):
     products = []
-    monkeypatch.setattr(linear, "linear", lambda *of: products.append(of[1].shape) or plain_linear(*of))
+    inner = linear.product
+    monkeypatch.setattr(linear, "product", lambda *of: products.append(of) or inner(*of))
     with torch.inference_mode():
-        attention(torch.randn(1, 4, 32))
-    assert products == [(sum(SIZES), 32)]
+        outputs = attention(torch.randn(1, 4, 32))
+    assert len(products) == 1 and [output.shape[-1] for output in outputs] == [*SIZES]
     assert attention.q_proj._joined._outputs == (), "nothing is kept once all have had their output"
 
 
@@ -105,10 +195,8 @@ def test_layers_that_read_other_states_compute_by_themselves(attention):
         )
 
 
-@pytest.mark.parametrize("layouts", LAYOUTS, ids=str)
 @pytest.mark.parametrize("name", NAMES)
-def test_changes_of_a_weight_are_seen(attention, layouts, name):
-    attention.q_proj._joined.laid.choose(layouts)
+def test_changes_of_a_weight_are_seen(attention, name):
     layer = getattr(attention, name)
     with torch.no_grad():
         layer.weight.mul_(3)
@@ -126,23 +214,23 @@ def test_changes_of_a_weight_are_seen(attention, layouts, name):
     assert_right(attention, 1e-9)
 
 
-@pytest.mark.parametrize("fixed", [False, True])
-def test_what_serves_for_a_weight_is_read_from_the_first_product_on(fixed):
-    """Also of a tied head that was not used before: its copies are made when it first is."""
-
-    class Zeros:
-        def times(self, states: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-            return states.new_zeros(*states.shape[:-1], 40)
-
-    layer = torch.nn.Linear(24, 40, bias=False).requires_grad_(False)
-    pack_linears(layer, fixed)
-    layer._laid.serve(Zeros())
+def test_a_model_keeps_its_logits_and_its_checkpoint_also_where_head_and_embedding_are_one():
+    model = random_model("llama", 0, tie_word_embeddings=True)
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    target = StagedModel(model)
+    passed = target.pass_bytes()
+    after = model.state_dict()
+    assert all(torch.equal(after[name], weight) for name, weight in before.items())
+    assert not any(weight.is_mkldnn for weight in after.values()), "checkpoints hold plain tensors"
+    assert target.pass_bytes() == passed == StagedModel(model).pass_bytes()
+    hidden = torch.randn(1, 2, target.hidden_size)
     with torch.inference_mode():
-        for tokens in (1, 6):
-            assert not layer(torch.randn(tokens, 24)).any()
-        layer._laid.serve(None)
-        states = torch.randn(6, 24)
-        torch.testing.assert_close(layer(states), plain_linear(states, layer.weight))
+        assert torch.allclose(target.unembed(hidden), model.lm_head(hidden), atol=1e-5)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2)  # a weight that is trained on must not leave a stale copy after
+    with torch.inference_mode():
+        changed = target.unembed(hidden)
+        assert torch.allclose(changed, plain_linear(hidden, model.lm_head.weight), atol=1e-5)
 
 
 def test_copies_and_pickles_are_independent(attention):
@@ -209,7 +297,6 @@ def test_a_model_has_joint_products_and_its_logits(arch):
     with torch.inference_mode():
         right = model(ids, use_cache=False).logits[0]
     target = StagedModel(model)
-    choose_layouts(target)
     joined = [part for part in model.modules() if type(part) is JoinedLinear]
     assert len(joined) >= 3 * len(target.layers)
     with torch.inference_mode():
@@ -225,7 +312,6 @@ def test_what_was_laid_out_under_inference_mode_is_no_different():
         module = Attention(bias=False)
     with torch.inference_mode():
         pack_linears(module)
-        module.q_proj._joined.laid.choose({1: "rows", 6: "columns"})
     assert_right(module)
     with torch.no_grad():
         module.k_proj.weight.mul_(2)

@@ -13,7 +13,6 @@ from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from specbench.decoding.cpu.lean_modules import lean_copy
-from specbench.decoding.cpu.packed_linear import by_columns
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.kv_cache import ForwardContext
@@ -358,7 +357,7 @@ def test_driven_layers_share_weights_and_hooks_with_the_model():
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @torch.inference_mode()
 def test_driven_layers_give_the_bits_of_the_models_own(arch, kv_heads):
-    """Prefill and a token after it, in the layout that the target gives to the weights.
+    """Prefill and a token after it, with the copies that the target makes of the weights.
 
     Where attention of the token after is not transformers' own, it sums in another order, and is close.
     """
@@ -407,25 +406,3 @@ def test_a_norm_that_is_computed_otherwise_stays_what_it_is():
         assert torch.equal(twin(states), norm(states))
         if same is not None:
             assert (type(twin).forward is type(norm).forward) != same
-
-
-def test_weights_are_laid_out_by_columns_and_stay_what_they_are():
-    model = random_model("llama", 0, tie_word_embeddings=True)
-    before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    target = StagedModel(model)
-    assert target.layers[0].mlp.up_proj.weight.stride(0) == 1
-    assert model.get_input_embeddings().weight.stride(1) == 1, "an embedding is read row by row"
-    assert all(torch.equal(before[name], weight) for name, weight in model.state_dict().items())
-    hidden = torch.randn(1, 2, target.hidden_size)
-    assert torch.allclose(target.unembed(hidden), model.lm_head(hidden), atol=1e-5)
-    with torch.no_grad():
-        model.lm_head.weight.mul_(2)  # a weight that is trained on must not leave a stale copy after
-    assert torch.allclose(target.unembed(hidden), model.lm_head(hidden), atol=1e-5)
-
-
-def test_columns_do_not_begin_a_whole_number_of_pages_apart():
-    weight = torch.randn(2048, 24)
-    laid = by_columns(weight)
-    assert torch.equal(laid, weight) and laid.stride(0) == 1 and laid.stride(1) * 4 % 4096
-    assert by_columns(laid) is laid
-    assert by_columns(torch.randn(24, 2048)).stride() == (1, 24)

@@ -1,4 +1,4 @@
-"""The runner on a small saved pair: arms, certificates, threads and layouts, slices, memory, protocols."""
+"""The runner on a small saved pair: arms, certificates, threads, slices, memory, protocols."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import os
 import pytest
 import torch
 
-from specbench.decoding.cpu import autotune as layouts
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.measure import certify, conductor, runner
@@ -132,10 +131,7 @@ def test_threads_are_measured_written_down_and_kept(
     with pytest.raises(JobError):
         runner.run(run_dir)
     monkeypatch.setattr(threads, "fewest_worth", lambda seconds: min(seconds))
-    monkeypatch.setattr(layouts, "_remembered", lambda key, _: pytest.fail(f"{key} was measured anew"))
     torch.set_num_threads(1)
-    chosen = read_json(run_dir / store.PROVENANCE)["layouts"]
-    assert {name.split()[0] for name in chosen["groups"]} == {"head", "layers", "drafter"}
     assert runner.run(run_dir) == 0
     assert used[:3] == [2, 2, 2]
     found = read_json(run_dir / store.PROVENANCE)
@@ -145,34 +141,7 @@ def test_threads_are_measured_written_down_and_kept(
     ].keys() == {"1", "2"}
     assert found["environment"]["OMP_WAIT_POLICY"] == os.environ["OMP_WAIT_POLICY"]
     summary = read_json(run_dir / store.SUMMARY)
-    assert summary["threads"] == 2 and summary["layouts"] == found["layouts"] == chosen
-
-
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize(
-    ("method", "verify_tokens", "more"),
-    [
-        ("ar", 1, ()),
-        ("sps", 4, ("method.max_draft_tokens=3",)),
-        ("recycling", 10, ("method.nodes=9",)),
-        ("sps", 6, ("decoding.verify_width=6",)),
-    ],
-)
-def test_layouts_are_chosen_in_passes_of_this_run(
-    workplace, tmp_path, monkeypatch, method, verify_tokens, more
-):
-    """The baseline's and the method's widest one, of the one target that both have."""
-    asked = []
-
-    def chosen(target, passes, known):
-        asked.append((target, set(passes)))
-        return {"groups": {}, "pass_ms": {}}
-
-    monkeypatch.setattr(layouts, "choose_layouts", chosen)
-    code, summary, _ = measured(workplace, method, tmp_path, "task=rag", *more)
-    assert code == 0 and summary["layouts"] == {"groups": {}, "pass_ms": {}}
-    assert {id(target) for target, _ in asked} == {id(asked[0][0])}
-    assert asked[0][1] == {(1, 1), (1, verify_tokens)}
+    assert summary["threads"] == 2
 
 
 def test_threads_by_hand(workplace, tmp_path, _same_threads_afterwards):

@@ -182,7 +182,8 @@ def test_the_seconds_of_all_rows_are_the_time_of_the_call_alignment_included():
 def test_a_draft_model_whose_logits_are_nan_ends_a_sampled_batch():
     pair = random_pair("llama")
     spoiled = copy.deepcopy(pair.draft)
-    spoiled.lm_head.weight.data[7] = float("nan")
+    with torch.no_grad():
+        spoiled.lm_head.weight[7] = float("nan")
     drafter = SpeculativeSampling(type(pair)(**(vars(pair) | {"draft": spoiled})), 3)
     engine = Engine(StagedModel(pair.target), drafter, frozenset(), RaggedBatch(2))
     with pytest.raises(UserError, match=r"NaN or inf.*pair\.dtype"):

@@ -115,7 +115,7 @@ def test_a_cut_of_all_layers_is_the_target_itself():
     whole = cut(target, list(range(4)))
     ids = torch.arange(3, 20).unsqueeze(0)
     with torch.no_grad():
-        assert torch.equal(whole(ids).logits, target(ids).logits)
+        torch.testing.assert_close(whole(ids).logits, target(ids).logits, atol=1e-4, rtol=1e-4)
     assert all(p.requires_grad for p in whole.parameters())
     picked = cut(target, [0, 3])
     ours, theirs = picked.model.layers[1].state_dict(), target.model.layers[3].state_dict()

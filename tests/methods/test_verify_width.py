@@ -12,10 +12,10 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from specbench.decoding.cpu import grouped_attention
+from specbench.decoding.cpu import native
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
-from specbench.decoding.model import fixed_shape, layer_stack
+from specbench.decoding.model import fixed_shape
 from specbench.decoding.model import graphs as passes
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
@@ -30,7 +30,7 @@ from specbench.system.errors import UserError
 from tests.methods.test_graphs import DRAFTERS, SCHEDULERS, answers, expected, requests
 from tests.support.conf import composed
 from tests.support.decoding import random_prompt
-from tests.support.kernel_passes import needs_kernels, take_panels
+from tests.support.kernel_passes import needs_kernels
 from tests.support.lossless import plant_mask_off_by_one
 from tests.support.methods import sorted_pair
 from tests.support.models import random_model
@@ -39,11 +39,10 @@ WIDTH = 8
 
 
 @pytest.fixture(autouse=True)
-def _torchs_attention(request, monkeypatch):
-    """With kernels of our own no width is needed: it is tested without, but where all products have them, too."""
+def _torchs_kernels(request, monkeypatch):
+    """With kernels of our own no width is needed: it is tested without."""
     if "panels" not in request.fixturenames:
-        for module in (layer_stack, grouped_attention):
-            monkeypatch.setattr(module, "has_kernel", lambda device, dtype: False)
+        monkeypatch.setattr(native, "_available", lambda: False)
 
 
 @pytest.fixture(scope="module")
@@ -58,10 +57,10 @@ def half() -> SimpleNamespace:
 
 @pytest.fixture(scope="module")
 def panels(half) -> SimpleNamespace:
-    """The same, with all products by the kernel of our own."""
+    """The same, with kernels of our own."""
     models = {name: copy.deepcopy(getattr(half, name)) for name in ("target", "draft")}
     for model in models.values():
-        take_panels(StagedModel(model))
+        StagedModel(model)
     return SimpleNamespace(**(vars(half) | models))
 
 

@@ -82,29 +82,21 @@ def test_how_much_answers_repeat_themselves_is_told_by_task():
     assert remarks.repetition_line(SUMMARY) == ""
 
 
-def lying(**groups: dict[str, str]) -> dict:
-    """The layouts of a summary."""
-    choices = {
-        name.replace("_", " ") + " float32": {n: {"layout": layout, "ms": {}} for n, layout in of.items()}
-        for name, of in groups.items()
-    }
-    return {"groups": choices, "pass_ms": {}}
-
-
-def test_how_weights_lie_in_memory_is_told_below_the_table():
-    columns, both = {"1": "columns"}, {"1": "columns", "6": "packed", "17": "packed"}
-    found = lying(head_16x8=both, layers_8x8=columns, layers_24x8=columns)
-    assert formats.cells(tables.run_table(SUMMARY | {"layouts": found})).caption.endswith(
-        "; weights: head columns (1 token), packed (6, 17); layers columns"
-    )
-    found = lying(
-        layers_8x8=columns, layers_24x8={"1": "bags_256", "6": "rows"}, drafter_9x9={"1": "rows", "6": "rows"}
-    )
-    assert remarks.layouts_line({"layouts": found}) == (
-        "weights: layers 8x8 columns; layers 24x8 bags_256 (1 token), rows (6); drafter rows"
-    )
-    for nothing_known in ({}, {"layouts": None}, {"layouts": lying()}):
-        assert remarks.layouts_line(nothing_known) == ""
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        ({"compiled": True, "kernels": None}, "short passes: kernels of our own, layers compiled"),
+        ({"compiled": False, "kernels": None}, "short passes: kernels of our own"),
+        ({"compiled": False, "kernels": "no compiler"}, "short passes: torch's kernels (no compiler)"),
+        ({"compiled": False, "kernels": None, "device": "cuda"}, ""),
+        ({"compiled": False, "kernels": None, "engine": {"name": "vllm"}}, ""),
+        ({"compiled": None, "kernels": None}, ""),
+    ],
+)
+def test_whose_kernels_ran_is_told_below_the_table(facts, expected):
+    assert remarks.kernels_line(SUMMARY | facts) == expected
+    if expected:
+        assert formats.cells(tables.run_table(SUMMARY | facts)).caption.endswith(f"; {expected}")
 
 
 def test_an_interval_over_repeats_of_one_pool_says_so():

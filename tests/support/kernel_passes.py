@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from specbench.decoding.cpu import native
-from specbench.decoding.cpu.packed_linear import PANELS, packed_weights
 from specbench.decoding.kv_cache import ForwardContext, KVCache
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.state import Draft
@@ -14,13 +13,6 @@ from specbench.decoding.tree import Tree
 
 needs_kernels = pytest.mark.skipif(native.reason() is not None, reason=str(native.reason()))
 PROMPT, TOKENS = 20, 6
-
-
-def take_panels(target: StagedModel) -> StagedModel:
-    """Lets all products of a model go to the kernel."""
-    for weight in packed_weights([*target.layers, target.lm_head]):
-        weight.choose({1: PANELS, 6: PANELS})
-    return target
 
 
 def prefilled(target: StagedModel, ids: torch.Tensor, slots: int = 1) -> KVCache:

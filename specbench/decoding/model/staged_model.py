@@ -82,9 +82,7 @@ class StagedModel:
             self.norm: torch.nn.Module = norm
             self.lm_head: torch.nn.Linear = cast("torch.nn.Linear", model.get_output_embeddings())
             pack_linears(base.layers)
-            pack_linears(
-                self.lm_head, fixed=getattr(self.lm_head, "weight", None) is self.embed_tokens.weight
-            )
+            pack_linears(self.lm_head)
             self.runner = runner_of(model)
             captured = isinstance(self.runner, GraphRunner)
             self.fixed_shapes = captured or width is not None
