@@ -42,6 +42,8 @@ with initialize_config_dir(str(CONF), version_base="1.3"):
 OmegaConf.resolve(cfg)
 bench = runner.prepare(cfg)
 torch.set_num_threads(1)
+if hasattr(runner, "choose"):  # checkouts of before 28 November chose the forms of weights, too
+    runner.choose(bench, OmegaConf.merge(cfg, {"threads": 1}), {})
 setup, protocol = (bench.setup, bench.protocol) if hasattr(bench, "setup") else (bench, bench)
 prompts = [protocol.prompt(q, []) for q in load_questions(cfg.data, cfg.task)]
 requests = [Request(prompt, protocol.capped(prompt)) for prompt in prompts]
