@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from specbench.report.runs import labels
+from specbench.report.runs import labels, pair_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -51,9 +51,9 @@ def break_evens(summaries: Iterable[Mapping]) -> dict[str, Curve]:
     chosen = [s for s in chosen if _setting(s, LENGTH) is not None and s["overall"]["speedup"] is not None]
     names = labels(map(_reduced, chosen), without=("batch_size", "pair", "limit"))
     speedups: dict[str, dict[tuple[int, int], dict[float, Mapping]]] = {}
-    for label, summary in zip(names, chosen):
+    for label, pair, summary in zip(names, pair_names(chosen), chosen):
         cost = _settings(summary).get(COST)
-        name = f"{label}{f' at the cost of {cost}' if cost else ''}, {summary['pair']}"
+        name = f"{label}{f' at the cost of {cost}' if cost else ''}, {pair}"
         at = int(_setting(summary, LENGTH) or 0), summary["batch_size"]
         of_name = speedups.setdefault(name, {}).setdefault(at, {})
         of_name[_setting(summary, ACCEPTANCE) or 0.0] = summary["overall"]

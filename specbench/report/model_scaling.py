@@ -10,7 +10,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from specbench.config.spec import QUESTION
-from specbench.report.runs import labels
+from specbench.report.runs import labels, pair_names
 from specbench.system.settings import CONSTANT
 
 if TYPE_CHECKING:
@@ -53,10 +53,10 @@ def of_other_models(
     names = labels([*lines, *pretrained], without=OF_MODELS)
     label_of = dict(zip(names, by_label))
     others: dict[str, dict[str, Mapping]] = {}
-    for name, summary in zip(names[len(lines) :], pretrained):
+    for name, pair, summary in zip(names[len(lines) :], pair_names(pretrained), pretrained):
         if name in label_of:
             dtype = "" if summary["dtype"] == "float32" else f", {summary['dtype']}"
-            others.setdefault(f"{summary['pair']}{dtype}", {})[label_of[name]] = summary
+            others.setdefault(f"{pair}{dtype}", {})[label_of[name]] = summary
     return others
 
 

@@ -75,7 +75,6 @@ DIFFERING = {
     "protocol": "protocol {}",
     "weights": "{} weights",
     "anatomy": "{}",
-    "target": "{}",
     "verify_width": "width {}",
     "compiled": "compiled={}",
     "experiment": "{}",
@@ -320,9 +319,9 @@ def varied_settings(summaries: Iterable[Mapping]) -> list[dict]:
     every = [chosen_settings(summary) for summary in summaries]
     first: dict[tuple[str, str], dict] = {}
     varied: dict[str, set] = {}
-    for summary, settings in zip(summaries, every):
+    for summary, settings, pair in zip(summaries, every, pair_names(summaries)):
         method = method_label(summary)
-        base = first.setdefault((method, summary["pair"]), settings)
+        base = first.setdefault((method, pair), settings)
         differing = {k for k in base.keys() | settings.keys() if base.get(k) != settings.get(k)}
         if not {DRAFT} <= base.keys() & settings.keys():
             differing.discard(DRAFT)  # which older runs do not tell
@@ -339,6 +338,19 @@ def chosen_settings(summary: Mapping) -> dict:
     return summary["settings"] | ({} if draft is None else {DRAFT: draft})
 
 
+def pair_names(summaries: Iterable[Mapping]) -> list[str]:
+    """The pair of each, and its target where pairs of one name, such as `local`, have several."""
+    summaries = list(summaries)
+    targets: dict[str, set] = {}
+    for summary in summaries:
+        targets.setdefault(summary["pair"], set()).add(summary.get("target"))
+    return [
+        # Older runs do not tell their target.
+        f"{pair} ({target})" if target is not None and len(targets[pair] - {None}) > 1 else pair
+        for pair, target in ((summary["pair"], summary.get("target")) for summary in summaries)
+    ]
+
+
 def labels(summaries: Iterable[Mapping], without: Collection[str] = ()) -> list[str]:
     """A short name for each: the method, the settings that were varied, and what else the runs differ in.
 
@@ -353,12 +365,18 @@ def labels(summaries: Iterable[Mapping], without: Collection[str] = ()) -> list[
 
 
 def _differing(summaries: list[Mapping], without: Collection[str]) -> list[list[str]]:
-    """What the runs differ in beside method and settings, as labels say it; the size of a batch only of batches."""
-    several = [
-        key
-        for key in DIFFERING
-        if key not in without and len({summary.get(key) for summary in summaries}) > 1
-    ]
+    """What the runs differ in beside method and settings, as labels say it; the size of a batch only of batches.
+
+    Whether layers are compiled comes with a pair: it is a difference between runs of one pair alone.
+    """
+    summaries = [dict(summary) | {"pair": pair} for summary, pair in zip(summaries, pair_names(summaries))]
+    by_pair: dict[str, set] = {}
+    for summary in summaries:
+        by_pair.setdefault(summary["pair"], set()).add(summary.get("compiled"))
+    values = {key: {summary.get(key) for summary in summaries} for key in DIFFERING} | {
+        "compiled": max(by_pair.values(), key=len, default=set())
+    }
+    several = [key for key in DIFFERING if key not in without and len(values[key]) > 1]
     return [
         [
             DIFFERING[key].format(summary[key])
@@ -409,11 +427,11 @@ def grids(summaries: Iterable[Mapping]) -> list[Grid]:
     """
     summaries = list(summaries)
     cells: dict[tuple[str, str, str, str], dict[tuple, float | None]] = {}
-    rest = _differing(summaries, ("pair",))
-    for summary, varied, more in zip(summaries, varied_settings(summaries), rest):
+    rest = zip(pair_names(summaries), _differing(summaries, ("pair",)))
+    for summary, varied, (pair, more) in zip(summaries, varied_settings(summaries), rest):
         if len(varied) == 2:
             down, across = varied
-            key = (", ".join([method_label(summary), *more]), summary["pair"], down, across)
+            key = (", ".join([method_label(summary), *more]), pair, down, across)
             coordinates = tuple(
                 str(value) if isinstance(value, list | dict) else value for value in varied.values()
             )

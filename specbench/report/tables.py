@@ -41,7 +41,16 @@ from specbench.report.remarks import (
     settings_lines,
     title_text,
 )
-from specbench.report.runs import Run, SkippedRun, beside_engines, finished_runs, grids, labels, task_names
+from specbench.report.runs import (
+    Run,
+    SkippedRun,
+    beside_engines,
+    finished_runs,
+    grids,
+    labels,
+    pair_names,
+    task_names,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -167,8 +176,9 @@ def pairs_table(summaries: Iterable[dict]) -> Table | None:
     """
     summaries = list(summaries)
     cells: dict[str, dict[str, dict]] = {}
-    for label, summary in zip(labels(summaries, without=("pair", "limit")), summaries):
-        cells.setdefault(label, {})[summary["pair"]] = summary["overall"]
+    names = labels(summaries, without=("pair", "limit"))
+    for label, pair, summary in zip(names, pair_names(summaries), summaries):
+        cells.setdefault(label, {})[pair] = summary["overall"]
     cells = {label: by_pair for label, by_pair in cells.items() if len(by_pair) > 1}
     pairs = sorted({pair for by_pair in cells.values() for pair in by_pair})
     if not pairs:

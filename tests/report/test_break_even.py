@@ -62,6 +62,12 @@ def test_a_curve_over_length_and_batch():
         assert one.measured == (0.2, 0.8)
 
 
+def test_curves_of_several_pairs_are_named_by_the_pair_alone():
+    other = [changed(s, pair="other", target="models/other") for s in curve(1.8)]
+    names = [f"ragged + oracle at the cost of sps, {pair}" for pair in ("tiny", "other")]
+    assert list(break_evens([*curve(1.6), *other])) == names
+
+
 def test_what_differs_otherwise_is_a_curve_of_its_own():
     summaries = [
         *curve(1.6), *curve(1.7, cost_of="none"), *(changed(s, pair="other") for s in curve(1.8)),

@@ -8,9 +8,18 @@ from specbench.report import plots
 from specbench.report.model_scaling import baseline_fractions, by_size, of_other_models
 from tests.support.samples import SUMMARY, batched, changed, runs_of
 
+# A model that is not expanded, and what comes with it.
+REAL = {"weights": "pretrained", "pair": "real", "target": "models/real", "compiled": False}
+
 
 def sized(method: str, megabytes: int, fraction: float | None = 0.5, **changes) -> dict:
-    own = {"method": method, "weights": "expanded", "anatomy": f"Llama of {megabytes}", "settings": {}}
+    own = {
+        "method": method,
+        "compiled": True,
+        "weights": "expanded",
+        "anatomy": f"Llama of {megabytes}",
+        "settings": {},
+    }
     summary = SUMMARY | own | {"target_pass_bytes": megabytes * 10**6}
     unsure = {"overall__speedup_low": None, "overall__speedup_high": None}
     return changed(summary, baseline__bandwidth_fraction=fraction, **unsure | changes)
@@ -48,10 +57,9 @@ def test_other_runs_are_left_out():
 
 def test_other_models_are_points_of_the_methods_that_have_a_line():
     lines = by_size([sized("sps", 100), sized("sps", 400), sized("s2d", 100), sized("s2d", 200)])
-    real = {"weights": "pretrained", "pair": "real"}
-    again = sized("sps", 300, overall__speedup=1.9) | real
-    half = sized("sps", 150) | real | {"dtype": "bfloat16"}
-    others = [sized("sps", 300) | real, again, half, sized("pld", 300) | real, sized("s2d", 100)]
+    again = sized("sps", 300, overall__speedup=1.9) | REAL
+    half = sized("sps", 150) | REAL | {"dtype": "bfloat16"}
+    others = [sized("sps", 300) | REAL, again, half, sized("pld", 300) | REAL, sized("s2d", 100)]
     assert of_other_models(others, lines) == {"real": {"sps": again}, "real, bfloat16": {"sps": half}}
 
 
@@ -60,14 +68,13 @@ def test_other_models_are_points_of_the_methods_that_have_a_line():
 )
 def test_a_run_that_was_decoded_otherwise_is_no_point_of_a_line(change):
     lines = by_size([sized("sps", 100), sized("sps", 400)])
-    real = sized("sps", 300) | {"weights": "pretrained", "pair": "real", "data": "tiny", "experiment": "e"}
+    real = sized("sps", 300) | REAL | {"data": "tiny", "experiment": "e"}
     assert of_other_models([real, real | change], lines) == {"real": {"sps": real}}
 
 
 def test_a_point_has_the_settings_of_its_line():
     lines = by_size([sized("sps", size, settings={"n": n}) for n in (1, 2) for size in (100, 400)])
-    real = {"weights": "pretrained", "pair": "real"}
-    reals = [sized("sps", 300, settings={"n": n}) | real for n in (1, 2, 3)]
+    reals = [sized("sps", 300, settings={"n": n}) | REAL for n in (1, 2, 3)]
     assert of_other_models(reals, lines) == {"real": {"sps, n=1": reals[0], "sps, n=2": reals[1]}}
 
 
@@ -76,7 +83,7 @@ def test_other_models_are_drawn_beside_the_lines():
     ends = {
         f"overall__decode_speedup{end}": 1.4 + by for end, by in (("", 0), ("_low", -0.1), ("_high", 0.1))
     }
-    real = sized("sps", 300, 0.6, **ends) | {"weights": "pretrained", "pair": "real"}
+    real = sized("sps", 300, 0.6, **ends) | REAL
     bandwidth, speedups, _ = plots.regimes([*line, real]).axes
     assert [text.get_text() for text in bandwidth.get_xticklabels()] == ["100", "300", "400"]
     assert [0.6] in [list(one.get_ydata()) for one in bandwidth.get_lines()]

@@ -242,7 +242,7 @@ def test_an_overview_names_what_varies():
 
 
 def on(pair: str, method: str, speedup: float, **settings) -> dict:
-    return faster(speedup, pair=pair, method=method, settings=settings)
+    return faster(speedup, pair=pair, target=f"models/{pair}", method=method, settings=settings)
 
 
 def test_speedups_by_pair_and_their_mean():
@@ -261,11 +261,31 @@ def test_speedups_by_pair_and_their_mean():
     assert tables.pairs_table(runs[2:4]) is None
 
 
+def test_pairs_bring_a_target_and_whether_layers_are_compiled():
+    first, second = on("tiny", "s2d", 1.6), on("tiny_shallow", "s2d", 1.3)
+    runs = [first | {"compiled": True}, second | {"compiled": False}]
+    assert "s2d 1.60 [1.50, 1.70] 1.30 [1.20, 1.40] 1.450" in " ".join(
+        shown(tables.pairs_table(runs)).split()
+    )
+    again = on("tiny", "s2d", 1.2) | {"compiled": False}
+    text = " ".join(shown(tables.pairs_table([*runs, again])).split())
+    assert "s2d, compiled=False 1.20 [1.10, 1.30] 1.30 [1.20, 1.40] 1.250" in text
+
+
+def test_targets_of_one_name_have_columns_of_their_own():
+    runs = [on("local", "s2d", speed, draft=f"d{speed}") | {"target": f"/m/{speed}"} for speed in (1.6, 1.3)]
+    old = on("local", "s2d", 1.1) | {"target": None}  # of a folder that does not tell it
+    text = shown(tables.pairs_table([old, *runs]))
+    assert "local (/m/1.3)" in text and "local (/m/1.6)" in text
+    assert "s2d 1.10 [1.00, 1.20] 1.30 [1.20, 1.40] 1.60 [1.50, 1.70] 1.333" in " ".join(text.split())
+
+
 def test_no_mean_is_taken_over_runs_that_differ_in_more_than_the_pair():
     def run(pair, batch_size, speedup):
         return faster(
             speedup,
             pair=pair,
+            target=f"models/{pair}",
             method="ragged",
             drafter="sps",
             unit="pool",

@@ -81,6 +81,7 @@ SUMMARY = {
     "unit": "question",
     "settings": {"max_draft_tokens": 6, "exit_layer": 2, "confidence_threshold": 0.6},
     "pair": "tiny",
+    "target": "models/target",
     "data": "spec_bench",
     "task": "all",
     "temperature": 0.0,
