@@ -33,8 +33,10 @@ NOT_ROUNDING = 4  # times the change in the model's own forward; on CPUs ours is
 def forced_logits(target: StagedModel, prompt: list[int], answer: list[int], block: int) -> torch.Tensor:
     """Logits [len(answer), vocab] that the target gives each token of `answer`, fed `block` rows at a time.
 
-    The prompt goes in at once, as in a generation; block 1 repeats the arithmetic of autoregressive decoding.
+    The prompt goes in at once, as in a generation; block 1 repeats the arithmetic of autoregressive decoding. No
+    pass is wider than the target's width: none of a generation is.
     """
+    block = min(block, target.width or block)
     ids = torch.tensor([prompt + answer], device=target.device)
     cache = target.new_cache(ids.shape[1] + target.padding)
     logits = [target.prefill(ids[:, : len(prompt)], cache).logits]
@@ -119,7 +121,7 @@ def shape_noise(
     Returns:
         Logits; 0 where all passes have one width and there are no trees.
     """
-    blocks = {*BLOCKS, widest}
+    blocks = {min(block, target.width or block) for block in (*BLOCKS, widest)}
     firsts = [first_two(target, prompt, answer) for prompt, answer in samples]
     ours = max(
         change(forced_logits(target, prompt, answer, n), top, gap)
@@ -211,7 +213,7 @@ def batch_noise(target: StagedModel, samples: list[tuple[list[int], list[int]]],
     largest = 0.0
     for prompt, answer in samples:
         top, gap = first_two(target, prompt, answer)
-        for block in (1, *BLOCKS):
+        for block in {1, *(min(block, target.width or block) for block in BLOCKS)}:
             for logits in forced_rows(target, prompt, answer, block, rows):
                 largest = max(largest, change(logits, top, gap))
     return 2 * largest

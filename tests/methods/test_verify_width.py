@@ -155,6 +155,32 @@ def test_rounding_is_that_of_the_answers(half):
     assert shape_noise(StagedModel(half.target, width=WIDTH), samples) == 0
 
 
+def test_no_pass_that_judges_is_wider_than_those_of_the_answers(half, monkeypatch):
+    """A wider one may round otherwise, and the noise would excuse faults."""
+    target, prompt, answer = StagedModel(half.target, width=3), [5, 9, 2], list(range(3, 20))
+    rows: list[int] = []
+    verify, forward = target.verify, half.target.forward
+
+    def verified(pending, draft, *rest):
+        rows.append(1 + draft.tokens.shape[1])
+        return verify(pending, draft, *rest)
+
+    def run(ids, **more):
+        rows.extend([ids.shape[1]] if "past_key_values" in more else [])
+        return forward(ids, **more)
+
+    monkeypatch.setattr(target, "verify", verified)
+    monkeypatch.setattr(half.target, "forward", run)
+    for judge in (
+        lambda: forced_logits(target, prompt, answer, max(rounding.BLOCKS)),
+        lambda: shape_noise(target, [(prompt, answer)], True, max(rounding.BLOCKS)),
+        lambda: rounding.batch_noise(target, [(prompt, answer)], 2),
+    ):
+        judge()
+        assert max(rows) == 3
+        rows.clear()
+
+
 @pytest.mark.slow
 def test_nodes_of_trees_are_right_but_for_rounding(half):
     """They lie at other entries than the tokens of a chain, so that one width does not make them equal bit by bit."""
