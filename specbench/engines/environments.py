@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import venv
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specbench.system.errors import UserError
@@ -16,11 +17,15 @@ from specbench.system.paths import cache_folder
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
 COMPLETE = "installed"  # a file that says that an environment is complete
 # Prints what a distribution requires, its extras included.
 REQUIRES = "import importlib.metadata as m, json, sys; print(json.dumps(m.requires(sys.argv[1]) or []))"
+# Prints the distribution that has a module, with its version.
+VERSION = (
+    "import importlib.metadata as m, sys; d = m.packages_distributions()[sys.argv[1]][0]; "
+    "print(f'{d}=={m.version(d)}')"
+)
 
 
 def environment(install: Mapping) -> Path:
@@ -39,6 +44,27 @@ def interpreter(name: str, install: Mapping) -> Path:
             "engine.install.* of the run, if it has any"
         )
     return folder / "bin" / "python"
+
+
+def program(name: str, install: Mapping, python: str | None, module: str) -> tuple[Path, str]:
+    """The Python that runs an engine, and the engine with its version.
+
+    Args:
+        name: of the engine.
+        install: as in `make_environment`.
+        python: an interpreter that has the engine; None: that of its environment.
+        module: of the engine, as one imports it.
+
+    Raises:
+        UserError: The engine is not installed, or the interpreter does not have it.
+    """
+    if python is None:
+        return interpreter(name, install), install["requirements"][-1]
+    try:
+        asked = subprocess.run([python, "-c", VERSION, module], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise UserError(f"engine.python={python} is no interpreter that has {module}") from error
+    return Path(python), asked.stdout.strip()
 
 
 def make_environment(name: str, install: Mapping) -> Path:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specbench.engines.environments import interpreter
+from specbench.engines.environments import program
 from specbench.engines.served import PLAIN, SPECULATIVE, ServedEngine
 from specbench.engines.server import STANDALONE, scripted, shared_cores
 from specbench.models.export import as_gguf
@@ -40,6 +39,8 @@ class LlamaCpp(ServedEngine):
         UserError: A model cannot become a GGUF file.
     """
 
+    module = "xllamacpp"
+
     def __init__(
         self,
         pair: Pair,
@@ -56,8 +57,7 @@ class LlamaCpp(ServedEngine):
         batch_size: int = 1,
     ):
         name = "llama_cpp"
-        program = Path(python) if python else interpreter(name, install)
-        self.version = install["requirements"][-1]
+        interpreter, self.version = program(name, install, python, self.module)
         self.same_weights = target is None
         of_target = (
             existing_file(target)
@@ -82,7 +82,7 @@ class LlamaCpp(ServedEngine):
         cores = shared_cores(threads)
 
         servers = {
-            arm: scripted(arm, program, SCRIPT, parameters, start_seconds, cores)
+            arm: scripted(arm, interpreter, SCRIPT, parameters, start_seconds, cores)
             for arm, parameters in ((PLAIN, every), (SPECULATIVE, every | {"speculative": drafts}))
         }
         super().__init__(pair, servers, name, answer_seconds, batch_size)

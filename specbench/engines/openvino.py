@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from specbench.engines.environments import interpreter
+from specbench.engines.environments import program
 from specbench.engines.served import PLAIN, SPECULATIVE, ServedEngine
 from specbench.engines.server import STANDALONE, scripted, shared_cores
 from specbench.models.export import as_gguf
@@ -16,6 +15,7 @@ from specbench.system.paths import existing_file
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
     from transformers import PreTrainedModel
 
@@ -50,6 +50,8 @@ class OpenVINO(ServedEngine):
         UserError: A model cannot become a GGUF file, or there is no draft model where one drafts.
     """
 
+    module = "openvino_genai"
+
     def __init__(
         self,
         pair: Pair,
@@ -66,8 +68,7 @@ class OpenVINO(ServedEngine):
     ):
         properties = dict(plain)
         scheduler = properties.pop("scheduler", {})
-        program = Path(python) if python else interpreter("openvino", install)
-        self.version = install["requirements"][-1]
+        interpreter, self.version = program("openvino", install, python, self.module)
         self.same_weights = target is None and _fits(pair.target)
         precision = PRECISIONS[pair.dtype]
         generation = dict(speculative[drafter["name"]])
@@ -91,7 +92,7 @@ class OpenVINO(ServedEngine):
         drafts = {"draft": of_draft, LOOKUP: lookup, "generation": generation}
         cores = shared_cores(threads)
         servers = {
-            arm: scripted(arm, program, SCRIPT, settings, start_seconds, cores)
+            arm: scripted(arm, interpreter, SCRIPT, settings, start_seconds, cores)
             for arm, settings in ((PLAIN, every), (SPECULATIVE, every | drafts))
         }
         super().__init__(pair, servers, "openai", answer_seconds, batch_size)

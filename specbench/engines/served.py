@@ -19,7 +19,7 @@ from specbench.decoding.stop import truncate_at_stop
 from specbench.decoding.trace import Generation, Step, counted
 from specbench.engines.client import EngineError
 from specbench.engines.dialects import DIALECTS, TargetPass
-from specbench.engines.environments import interpreter
+from specbench.engines.environments import program
 from specbench.system.errors import JobError, UserError
 from specbench.system.paths import existing_file
 
@@ -59,6 +59,7 @@ class ServedEngine:
 
     version: str = "unknown"
     same_weights: bool = True
+    module: str | None = None  # of the engine, as its interpreter imports it; None: somebody else runs it
 
     def __init__(
         self,
@@ -87,8 +88,8 @@ class ServedEngine:
         Raises:
             UserError: The engine is not installed, or a file that is named is not there.
         """
-        if settings.get("install") and not settings.get("python"):
-            interpreter(settings["name"], settings["install"])
+        if cls.module is not None:
+            program(settings["name"], settings["install"], settings.get("python"), cls.module)
         for name in ("target", "draft"):
             if settings.get(name):
                 existing_file(settings[name])

@@ -13,7 +13,7 @@ import specbench
 from specbench import METHODS
 from specbench.config.spec import OWN_CODE, make_drafter, needs_of
 from specbench.data.warm_start import WARM
-from specbench.engines.environments import interpreter
+from specbench.engines.environments import program
 from specbench.engines.served import PLAIN, SPECULATIVE, ServedEngine
 from specbench.engines.server import HOST, Server, shared_cores
 from specbench.engines.vllm_proposer import DRAFTER
@@ -59,6 +59,8 @@ class Vllm(ServedEngine):
         UserError: A drafter has nothing that vLLM reads.
     """
 
+    module = "vllm"
+
     def __init__(
         self,
         pair: Pair,
@@ -72,8 +74,7 @@ class Vllm(ServedEngine):
         answer_seconds: float = 120.0,
         batch_size: int = 1,
     ):
-        program = Path(python) if python else interpreter("vllm", install)
-        self.version = install["requirements"][-1]
+        interpreter, self.version = program("vllm", install, python, self.module)
         # First of all: a drafter may lay the target's weights out anew.
         folder = as_folder(pair.target, pair.exported_tokenizer, f"{pair.name}-target")
         drafts = dict(speculative[drafter["name"]])
@@ -92,7 +93,7 @@ class Vllm(ServedEngine):
         elif pair.draft is not None:
             drafts["model"] = str(as_folder(pair.draft, pair.exported_tokenizer, f"{pair.name}-draft"))
         cores = shared_cores(threads)
-        preloaded = [str(path) for name in PRELOADED if (path := program.parent.parent / name).exists()]
+        preloaded = [str(path) for name in PRELOADED if (path := interpreter.parent.parent / name).exists()]
         environment["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
         if preloaded:
             environment["LD_PRELOAD"] = ":".join(preloaded)
@@ -113,7 +114,7 @@ class Vllm(ServedEngine):
 
         def server(arm: str, options: dict[str, Any]) -> Server:
             words = [word for name, value in options.items() for word in _words(name, value)]
-            module = [str(program), "-m", "vllm.entrypoints.openai.api_server", *words]
+            module = [str(interpreter), "-m", "vllm.entrypoints.openai.api_server", *words]
             return Server(
                 arm,
                 "",

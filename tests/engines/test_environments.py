@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from specbench.commands import engine as command
-from specbench.engines.environments import COMPLETE, environment, interpreter, make_environment
+from specbench.engines.environments import COMPLETE, environment, interpreter, make_environment, program
 from specbench.system.errors import UserError
 from tests.support.commands import exit_code
 
@@ -58,6 +58,15 @@ def test_the_last_one_comes_with_what_it_requires_but_what_is_left_out(tmp_path)
     marker = environment(install) / COMPLETE
     before = marker.stat().st_mtime_ns
     assert make_environment("one", install) == python and marker.stat().st_mtime_ns == before
+
+
+def test_a_users_interpreter_tells_the_version_that_it_has():
+    install = {"requirements": ["pytest==1.0"]}
+    python, version = program("own", install, sys.executable, "pytest")
+    assert python == Path(sys.executable) and version == f"pytest=={pytest.__version__}"
+    for other, module in ((sys.executable, "no_such_module"), ("/no/such/python", "pytest")):
+        with pytest.raises(UserError, match=f"engine.python={other} is no interpreter that has {module}"):
+            program("own", install, other, module)
 
 
 def test_what_pip_cannot_install_is_one_line_and_no_environment(tmp_path):
