@@ -171,8 +171,10 @@ def study_folder(base: DictConfig, space: str) -> Path:
     from specbench.measure.machine import provenance  # late: the hub's client takes a second
 
     threads = [os.environ.get(name) for name in THREAD_VARIABLES]
-    code = [source_sha256(), method_sha256(values.plain(checked))]
-    same = [store.config_hash(checked), space, code, provenance.machine(), threads]
+    plain = values.plain(checked)
+    code = [source_sha256(), method_sha256(plain)]
+    weights = provenance.weights(plain["pair"], spec.drafter)
+    same = [store.config_hash(checked), space, code, weights, provenance.machine(), threads]
     digest = hashlib.sha256(json.dumps(same).encode()).hexdigest()[:8]
     folder = Path(base.runs_root) / "tune" / f"{spec.groups['method']['name']}_{base.pair.name}_{digest}"
     return make_folder(folder)

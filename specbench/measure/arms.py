@@ -46,6 +46,7 @@ class Setup:
         arms: by name.
         spec: the run.
         verify_tokens: tokens of each sequence in the method's widest pass.
+        slots: sequences that the method holds at once at most.
         served: the engine whose arms baseline and method are; None: this project's.
     """
 
@@ -55,6 +56,7 @@ class Setup:
     arms: dict[str, Arm]
     spec: RunSpec
     verify_tokens: int = 1
+    slots: int = 1
     served: Served | None = None
 
     def close(self) -> None:

@@ -42,7 +42,7 @@ def set_round_costs(setup: Setup, protocol: Protocol, costs: list[float] | None)
 
 def _measured(setup: Setup, drafter: VariableLength, protocol: Protocol, longest: int) -> list[float]:
     """Costs in rounds of the baseline, between lengths that were measured as these tell."""
-    requests = filled(setup, end_requests(protocol, TOKENS))
+    requests = filled(end_requests(protocol, TOKENS), setup.spec.batch_size)
     setup.set_reference_answers(requests)
     size = setup.spec.batch_size
     costs = {0: _cost(setup.answers(BASELINE, requests), 0, size)}

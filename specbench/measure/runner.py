@@ -26,6 +26,7 @@ from specbench.config.spec import POOL, RunSpec, make_drafter
 from specbench.data.questions import find_questions_file, load_questions, warmup_questions
 from specbench.data.warm_start import warm_record
 from specbench.decoding.cpu import native
+from specbench.decoding.cpu.packed_linear import packed_weights
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import SamplingParams
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from specbench.data.question_files import Question
+    from specbench.decoding.model.staged_model import StagedModel
 
 
 def prepare(cfg: DictConfig, scheduler: Scheduler | None = None) -> Bench:
@@ -85,7 +87,7 @@ def prepare(cfg: DictConfig, scheduler: Scheduler | None = None) -> Bench:
         arms[HF] = generate_arm(pair, spec.batch_size, counted(target.pass_bytes()))
     chosen = cfg.decoding
     decoding = SamplingParams(chosen.max_new_tokens, chosen.temperature, chosen.verification)
-    setup = Setup(pair, target, drafter, arms, spec, measured.verify_tokens)
+    setup = Setup(pair, target, drafter, arms, spec, measured.verify_tokens, measured.scheduler.slots)
     protocol = Protocol(pair, decoding, cfg.protocol, cfg.seed, warmup_questions(cfg.data))
     return Bench(
         setup,
@@ -106,10 +108,11 @@ def choose(bench: Bench, cfg: DictConfig, earlier: Mapping) -> dict[str, Any]:
         earlier: provenance of an earlier process of the run, whose choice is then taken; {} of the first one.
 
     Returns:
-        `thread_choice`, for the provenance.
+        `thread_choice` and `kernels`, for the provenance.
     """
     threads = earlier["threads"]["torch"] if earlier else cfg.threads
-    return {"thread_choice": asdict(choose_threads(bench.setup, bench.protocol, threads))}
+    thread_choice = choose_threads(bench.setup, bench.protocol, threads)
+    return {"thread_choice": asdict(thread_choice), "kernels": kernels(bench.setup.target)}
 
 
 def make_ready(
@@ -118,17 +121,22 @@ def make_ready(
     """Warms up, and measures what rounds cost where draft lengths follow that; as `choose`, which comes before.
 
     Returns:
-        `unfit`: why the machine is not fit for measuring, and `round_costs`, for the provenance.
+        For the provenance: `unfit`, why the machine is not fit for measuring; `round_costs`; `generate_cache`, which of
+        its caches generate is fastest with.
     """
     setup, protocol, watch = bench.setup, bench.protocol, bench.conductor.watch
     watch.threads = torch.get_num_threads()
     watch.find_children(() if setup.served is None else setup.served.ports)
     before = watch.read()
+    generate = setup.arms.get(HF)
+    if isinstance(generate, FastestOf):
+        generate.chosen = earlier.get("generate_cache")
     warm_up(setup, protocol, questions)
     costs = None
     if cfg.decoding.draft_length == GOODPUT:
         costs = set_round_costs(setup, protocol, cfg.decoding.round_costs or earlier.get("round_costs"))
-    return {"unfit": watch.unfit(before, watch.read()), "round_costs": costs}
+    fitness = {"unfit": watch.unfit(before, watch.read()), "round_costs": costs}
+    return fitness | ({"generate_cache": generate.chosen} if isinstance(generate, FastestOf) else {})
 
 
 def pools(questions: list[Question], size: int | None, seed: int) -> list[list[Question]]:
@@ -253,8 +261,9 @@ class Job:
             facts_before = read_json(self.run_dir / store.FACTS)
             bandwidth = max(bandwidth, facts_before["bandwidth_bytes_per_second"])
             bench.conductor.peak_memory = facts_before["peak_memory_bytes"]
-            if setup.served is not None:
-                setup.served.faults[:0] = facts_before["engine"]["faults"]
+            if setup.served is not None:  # each process may have met the same ones
+                faults = setup.served.faults
+                faults[:] = dict.fromkeys([*facts_before["engine"]["faults"], *faults])
         # Another engine may draft with a file of its own.
         draft = None if setup.served is not None else setup.spec.needs.draft_of(self.cfg.pair)
         run_facts = facts(bench) | {
@@ -337,7 +346,7 @@ def facts(bench: Bench) -> dict:
         "weights": pair.init,
         "anatomy": pair.anatomy,
         "weights_source": pair.source,
-        "kernels": native.reason() if pair.device.type == "cpu" else None,
+        "kernels": kernels(setup.target),
         "compiled": setup.target.stack.is_compiled,
         "unit": setup.spec.unit,
         "reference_answer": setup.spec.needs.reference_answer,
@@ -346,6 +355,14 @@ def facts(bench: Bench) -> dict:
         "trained_weights": bench.trained_weights,
         **changing_facts(bench),
     } | ({"generate_cache": generate.chosen} if isinstance(generate, FastestOf) else {})
+
+
+def kernels(target: StagedModel) -> str | None:
+    """Why short passes of the target run on torch's kernels; None where they run on our own, and on a GPU."""
+    if target.device.type != "cpu":
+        return None
+    weights = packed_weights([*target.layers, target.lm_head])
+    return next((reason for weight in weights if (reason := weight.lacking)), native.reason())
 
 
 def changing_facts(bench: Bench) -> dict:

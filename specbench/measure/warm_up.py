@@ -34,14 +34,19 @@ def warm_up(setup: Setup, protocol: Protocol, questions: Sequence[Question] = ()
     if lengths_count:
         ends = [*long_requests(ends[-1], protocol.longest_prompt(questions)), *ends]
     setup.set_reference_answers(ends)
+    batch = filled(ends, setup.spec.batch_size)
+    if captured and setup.spec.batch_size > 1:  # and so has each number of sequences
+        batch = ending_one_by_one(batch)
     for name in setup.arms:
-        setup.answers(name, ends if name == SINGLE else filled(setup, ends))
+        setup.answers(name, ends if name == SINGLE else batch)
+    if setup.slots > len(batch):  # what holds all sequences that wait has its size now
+        setup.answers(METHOD, filled(ends, setup.slots))
     drafter = setup.drafter
     if captured and isinstance(drafter, VariableLength):  # and so has each draft length
         rule = drafter.rule
         for length in range(1, drafter.max_draft_tokens + 1):
             drafter.rule = Constant(length)
-            setup.answers(METHOD, filled(setup, ends))
+            setup.answers(METHOD, batch)
         drafter.rule = rule
 
 
@@ -73,7 +78,8 @@ def choose_threads(setup: Setup, protocol: Protocol, requested_threads: int | No
     It is measured on the first warm-up question (batches: on as many as fill one). Servers of another engine have the
     threads that they were started with: nothing is measured then.
     """
-    requests = filled(setup, protocol.warm_up_requests(TOKENS))[: setup.spec.batch_size]
+    size = setup.spec.batch_size
+    requests = filled(protocol.warm_up_requests(TOKENS), size)[:size]
     setup.set_reference_answers(requests)
 
     def work() -> None:
@@ -84,6 +90,16 @@ def choose_threads(setup: Setup, protocol: Protocol, requested_threads: int | No
     return threads.use_threads(requested_threads, work if matters else None)
 
 
-def filled(setup: Setup, requests: list[Request]) -> list[Request]:
-    """The same requests again until they fill a batch."""
-    return requests * -(-setup.spec.batch_size // len(requests))
+def filled(requests: list[Request], size: int) -> list[Request]:
+    """The same requests again until they fill a batch of some size."""
+    return requests * -(-size // len(requests))
+
+
+def ending_one_by_one(requests: list[Request]) -> list[Request]:
+    """The same requests with caps that fall evenly, so that the batch becomes smaller one by one."""
+    n = len(requests)
+    caps = [-(-request.decoding.max_new_tokens * (n - i) // n) for i, request in enumerate(requests)]
+    return [
+        replace(request, decoding=replace(request.decoding, max_new_tokens=cap))
+        for request, cap in zip(requests, caps)
+    ]

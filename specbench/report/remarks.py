@@ -76,7 +76,12 @@ def machine_line(summary: dict) -> str:
 
 def kernels_line(summary: dict) -> str:
     """Whose kernels ran a CPU's short passes, and whether layers were compiled; nothing for older runs."""
-    if summary.get("compiled") is None or summary["device"] != "cpu" or summary.get("engine"):
+    if (
+        summary.get("compiled") is None
+        or summary.get("layouts")
+        or summary["device"] != "cpu"
+        or summary.get("engine")
+    ):
         return ""
     kernels = f"torch's kernels ({reason})" if (reason := summary.get("kernels")) else "kernels of our own"
     return f"short passes: {kernels}{', layers compiled' if summary['compiled'] else ''}"

@@ -72,7 +72,7 @@ def test_products_without_panels_and_other_attention_are_called_from_python(atte
     with torch.inference_mode(False):
         target, ids = compiled("llama"), torch.randint(3, 60, (1, PROMPT + TOKENS))
         for weight in packed_weights(target.layers):
-            weight.one_token, weight.several = by_columns(weight.weight), weight.weight
+            weight._forms = by_columns(weight.weight), weight.weight
     logits, expected = logits_of(target, ids), logits_of(plain(target), ids)
     for name, of in logits.items():
         torch.testing.assert_close(of, expected[name], atol=1e-4, rtol=1e-4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -12,9 +13,11 @@ from torch.nn.functional import linear as plain_linear
 
 from specbench.decoding.cpu import native
 from specbench.decoding.cpu import packed_linear as linear
+from specbench.decoding.cpu.native import MOST_TOKENS
 from specbench.decoding.cpu.packed_linear import (
     JoinedLinear,
     PackedLinear,
+    PackedWeight,
     Panels,
     by_columns,
     forms,
@@ -118,15 +121,62 @@ def test_other_types_and_devices_have_no_copies():
 def test_which_form_serves_which_number_of_tokens(monkeypatch):
     layer = packed_linear(torch.randn(40, 24), None)
     laid = layer._laid
-    laid.one_token, laid.several = by_columns(laid.weight), laid.weight.clone()
+    one, several = laid._forms = by_columns(laid.weight), laid.weight.clone()
     used = []
-    monkeypatch.setattr(
-        linear, "product", lambda states, weight, bias: used.append(weight is laid.one_token) or states
-    )
+    monkeypatch.setattr(linear, "product", lambda states, weight, bias: used.append(weight) or states)
     with torch.inference_mode():
-        for shape in [(1, 24), (24,), (1, 1, 24), (2, 1, 24), (1, 6, 24), (4, 6, 24)]:
+        for shape in [(1, 24), (24,), (1, 1, 24), (2, 1, 24), (1, 6, 24), (4, 32, 24), (4, 33, 24)]:
             layer(torch.randn(shape))
-    assert used == [True, True, True, False, False, False]
+    expected = [one] * 3 + [several] * 3 + [laid.weight]  # of many tokens: torch's own product
+    assert all(weight is form for weight, form in zip(used, expected, strict=True))
+
+
+def test_copies_are_made_when_a_short_pass_reads_them():
+    layer = packed_linear(torch.randn(40, 24), None)
+    with torch.inference_mode():
+        layer(torch.randn(MOST_TOKENS + 1, 24))
+        assert layer._laid._forms is None, "whoever trains on long passes has no copies"
+        layer(torch.randn(2, 24))
+    assert layer._laid._forms is not None
+
+
+@pytest.mark.usefixtures("_kernels")
+@pytest.mark.parametrize("joined", [True, False])
+def test_under_autocast_products_are_torchs(joined):
+    """As in training with precision=bf16, on a frozen target: types differ, or should be changed."""
+    module = Attention(bias=True)
+    if not joined:
+        module.k_proj.bias = None
+    pack_linears(module)
+    for states in (torch.randn(2, 3, 32), torch.randn(2, 3, 32).bfloat16()):
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            for found, right in zip(module(states), expected(module, states), strict=True):
+                assert found.dtype == torch.bfloat16
+                torch.testing.assert_close(found, right, atol=0.05, rtol=0.05)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "dtype", "copies"),
+    [(True, torch.float32, 1), (False, torch.float32, 2), (True, torch.float64, 0)],
+)
+def test_room_is_that_of_all_copies(kernels, dtype, copies, monkeypatch):
+    monkeypatch.setattr(native, "_available", lambda: kernels)
+    size = 24 * 40 * dtype.itemsize
+    for free, room in ((2 * copies * size + 1, True), (2 * copies * size, not copies)):
+        monkeypatch.setattr(linear, "free_memory", lambda free=free: free)
+        assert packed_linear(torch.randn(40, 24, dtype=dtype), None)._laid.copies is room
+
+
+def test_why_passes_are_torchs_is_told(monkeypatch):
+    frozen = partial(torch.nn.Parameter, requires_grad=False)
+    monkeypatch.setattr(native, "reason", lambda: None)
+    assert PackedWeight([frozen(torch.randn(4, 4))]).lacking is None
+    assert (
+        PackedWeight([frozen(torch.randn(4, 4))], copies=False).lacking == "no room for copies of the weights"
+    )
+    assert PackedWeight([frozen(torch.randn(4, 4).half())]).lacking == "none of our own for torch.float16"
+    monkeypatch.setattr(native, "reason", lambda: "there is no C++ compiler")
+    assert PackedWeight([frozen(torch.randn(4, 4))]).lacking == "there is no C++ compiler"
 
 
 def test_columns_do_not_begin_a_whole_number_of_pages_apart():
@@ -140,12 +190,14 @@ def test_without_room_for_copies_weights_stay_as_they_are_and_a_line_says_so(mon
     layers = torch.nn.Sequential(*(torch.nn.Linear(24, 40, bias=False) for _ in range(2))).requires_grad_(
         False
     )
-    size = 2 * 24 * 40 * 4
+    size = 2 * 24 * 40 * 4 * (1 if native.reason() is None else 2)
     monkeypatch.setattr(linear, "free_memory", lambda: 2 * size)
     pack_linears(layers)
-    assert all(part._laid.one_token is part._laid.several is part.weight for part in layers)
+    assert all(part._laid._forms == (part.weight, part.weight) for part in layers)
     said = capsys.readouterr().err
-    assert said.startswith("warning: weights of 0.0 GB have no copies") and said.count("\n") == 1
+    assert (
+        said.startswith("warning: copies of weights for this processor's kernels") and said.count("\n") == 1
+    )
     with torch.inference_mode():
         states = torch.randn(6, 24)
         torch.testing.assert_close(layers[0](states), plain_linear(states, layers[0].weight))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from transformers import GenerationConfig
 
 from specbench.config.spec import RunSpec
@@ -15,9 +18,20 @@ from specbench.decoding.engine import Rounds, exhaust
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import Request
 from specbench.decoding.trace import Generation
-from specbench.measure import arms, warm_up
-from specbench.measure.arms import BASELINE, FastestOf, Setup, generate_arm, hf_generate_arm, usual_experts
+from specbench.measure import arms, runner, warm_up
+from specbench.measure.arms import (
+    BASELINE,
+    HF,
+    METHOD,
+    SINGLE,
+    FastestOf,
+    Setup,
+    generate_arm,
+    hf_generate_arm,
+    usual_experts,
+)
 from specbench.measure.protocol import Protocol
+from specbench.measure.runner import make_ready
 from tests.support.decoding import generate_with_transformers, random_pair
 from tests.support.graphs import PretendedRunner
 
@@ -105,6 +119,39 @@ def test_graphs_are_warmed_up_with_prompts_as_long_as_the_questions(monkeypatch)
     lengths = [(len(request.prompt), request.decoding.max_new_tokens) for request in asked]
     assert lengths[0] == (3 * 700 + 300, 300)  # three messages, and an answer of any length
     assert lengths[1:] == [(2040, 16), (1528, 16), (1016, 16), (700, 300), (700, 300)]
+
+
+def test_batches_are_warmed_up_with_all_that_a_scheduler_holds_and_become_smaller_one_by_one():
+    asked: list[tuple[str, list[int]]] = []
+
+    def arm(name: str, requests: list[Request]) -> Rounds:
+        asked.append((name, [request.decoding.max_new_tokens for request in requests]))
+        yield len(requests)
+
+    pair = SimpleNamespace(context_length=512, prompt_ids=lambda messages: PROMPT)
+    arms = {name: partial(arm, name) for name in (BASELINE, METHOD, SINGLE)}
+    protocol = Protocol(pair, SamplingParams(40), "paired", 0, [SimpleNamespace(turns=["a question"])])
+    for passes, batch in ((None, [warm_up.TOKENS] * 4), (PretendedRunner(), [40, 30, 20, 10])):
+        target, spec = SimpleNamespace(runner=passes), RunSpec({}, None, 4)
+        warm_up.warm_up(Setup(pair, target, Drafter(), arms, spec, slots=6), protocol)
+        assert asked == [
+            (BASELINE, batch),
+            (METHOD, batch),
+            (SINGLE, batch[:1] * 2),
+            (METHOD, batch[:1] * 6),
+        ]
+        asked.clear()
+
+
+@pytest.mark.parametrize(("earlier", "kept"), [({}, "dynamic"), ({"generate_cache": "static"}, "static")])
+def test_processes_of_a_run_use_the_cache_that_generate_was_fastest_with(monkeypatch, earlier, kept):
+    arm = FastestOf({"dynamic": arm_of(1.0, []), "static": arm_of(2.0, [])})
+    setup = Setup(None, None, Drafter(), {HF: arm}, RunSpec({}))
+    bench = SimpleNamespace(setup=setup, protocol=None, conductor=MagicMock())
+    requests = [Request(PROMPT, SamplingParams(1))]
+    monkeypatch.setattr(runner, "warm_up", lambda setup, *_: setup.answers(HF, requests))
+    ready = make_ready(bench, OmegaConf.create({"decoding": {"draft_length": "constant"}}), earlier)
+    assert ready["generate_cache"] == kept
 
 
 def test_other_arms_compute_experts_as_usual_while_generate_is_paused():

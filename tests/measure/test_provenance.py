@@ -54,6 +54,22 @@ def test_checksums_of_weights_on_disk(tmp_path):
     assert "draft" not in found
     chosen = provenance.weights(PAIR, {"name": "sps", "vocab_map": str(target), "max_draft_tokens": 5})
     assert chosen["method.vocab_map"]["files"].keys() == set(names) and "method.name" not in chosen
+    wrapped = provenance.weights(PAIR, {"name": "samd", "drafter": {"weights": str(target)}})
+    assert wrapped["method.drafter.weights"]["files"] == found["target"]["files"]
+    of_engine = provenance.weights(PAIR, {}, {"name": "llama_cpp", "target": str(part), "draft": None})
+    assert of_engine["engine.target"]["files"] == {"head.bin": hashlib.sha256(b"part").hexdigest()}
+    assert "engine.draft" not in of_engine
+
+
+def test_engines_with_other_files_or_interpreters_do_not_compare():
+    def run(digest: str, python: str | None) -> dict:
+        files = {"engine.target": {"source": "x.gguf", "files": {"x.gguf": digest}}}
+        return {"weights": files, "config": {"engine": {"name": "llama_cpp", "python": python}}}
+
+    same, other_file, other_python = run("a", None), run("b", None), run("a", "/opt/bin/python")
+    assert provenance.differences(same, run("a", None)) == []
+    assert len(provenance.differences(same, other_file)) == 1
+    assert len(provenance.differences(same, other_python)) == 1
 
 
 def test_no_secret_is_recorded(questions, monkeypatch):

@@ -15,6 +15,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from specbench import ROOT
+from specbench.measure.machine import provenance
 from specbench.measure.metrics import summary as metrics
 from specbench.measure.metrics.dataframes import PLACE_COLUMNS, STEP_COLUMNS
 from specbench.measure.records import run_folder as store
@@ -119,9 +120,12 @@ def test_a_folder_that_another_job_has_is_not_found(config, run_dir):
 
 @pytest.mark.slow
 def test_measured_is_what_this_code_completed_without_failures(config, run_dir, monkeypatch):
+    weights = {"target": {"files": {"model.safetensors": "of the training before"}}}
+    monkeypatch.setattr(provenance, "weights", lambda pair, drafter, engine: weights)
     assert not store.is_measured(run_dir, config)
     append(run_dir, answered(1))
     store.finalise(run_dir)
+    write_json(run_dir / store.PROVENANCE, {"weights": weights})
     assert store.is_measured(run_dir, config)
     assert not store.is_measured(run_dir, config | {"seed": 7})
     failed = store.find_or_create(config)
@@ -130,9 +134,10 @@ def test_measured_is_what_this_code_completed_without_failures(config, run_dir, 
     store.finalise(failed)
     assert not store.is_measured(failed, config)
     assert says(store.why_failed(failed), "1 of 2 ... 2 ... out of memory")
-    with monkeypatch.context() as patch:
-        patch.setattr(store, "source_sha256", lambda: "other")
-        assert not store.is_measured(run_dir, config)
+    for module, name in ((store, "source_sha256"), (provenance, "weights")):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, lambda *_: "other")
+            assert not store.is_measured(run_dir, config)
     monkeypatch.setattr(store, "questions_sha256", lambda data: "other")
     assert not store.is_measured(run_dir, config)
 

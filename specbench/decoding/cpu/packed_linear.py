@@ -46,20 +46,18 @@ class Panels:
     def __init__(self, weight: torch.Tensor):
         if not native.has_kernel(weight.device, weight.dtype):
             raise RuntimeError(native.reason() or f"there is no kernel for {weight.dtype} on {weight.device}")
-        self.weight = plain(weight)
+        filled = plain(weight).contiguous()
         self.outputs, columns = weight.shape
         rows, lanes = torch.ops.specbench.panel(), torch.ops.specbench.lanes()
         halves = 4 // weight.element_size()  # vectors of floats that one of words holds
-        filled = torch.nn.functional.pad(
-            self.weight, (0, -columns % (lanes * halves), 0, -self.outputs % rows)
-        )
+        lacking = -columns % (lanes * halves), -self.outputs % rows
+        if any(lacking):
+            filled = torch.nn.functional.pad(filled, (0, lacking[0], 0, lacking[1]))
         blocks = filled.view(len(filled) // rows, rows, -1, halves, lanes)
-        self.panels = in_huge_pages(blocks.permute(0, 2, 1, 4, 3).flatten(1))
+        self.panels = in_huge_pages(blocks.permute(0, 2, 1, 4, 3)).flatten(1)
 
     def times(self, states: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """States [..., in] -> [..., out]."""
-        if states.numel() > native.MOST_TOKENS * states.shape[-1]:
-            return plain_product(states, self.weight, bias)
+        """States [..., in] of at most `native.MOST_TOKENS` tokens -> [..., out]."""
         return torch.ops.specbench.product.default(states, self.panels, bias, self.outputs)
 
 
@@ -69,9 +67,9 @@ Matrix = torch.Tensor | Panels  # that products read
 def forms(weight: torch.Tensor) -> tuple[Matrix, Matrix]:
     """What products with one token read in place of a weight [out, in], and what those with several read.
 
-    Where there are kernels of our own, both are panels. Without them, torch reads float32 column by column three times
-    as fast for one token as row by row, and for several the blocks of oneDNN; on other devices, or in other types, both
-    are the weight itself.
+    Where there are kernels of our own, both are panels. Without them, one token reads float32 column by column, three
+    times as fast as row by row, and several read the blocks of oneDNN. On other devices, or in other types, both are
+    the weight itself.
     """
     if native.has_kernel(weight.device, weight.dtype):
         panels = Panels(weight)
@@ -139,37 +137,52 @@ class PackedWeight:
         self.weights, self.copies = tuple(weights), copies
         self._counted = [weight for weight in weights if not weight.is_inference()]
         self.weight = weights[0]
+        # Made when a short pass first reads them: who trains a drafter on a target has none.
+        self._forms: tuple[Matrix, Matrix] | None = None
         self._pointers: list[int] = []
-        self._make()
+        self._renew()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return PackedWeight, (self.weights, self.copies)  # a copy, or another process, makes its own
 
     @torch.inference_mode(False)  # a view that is made in it has no count of changes
-    def _make(self) -> None:
-        """Joins the weights, if they are several and not one matrix, or no more; and makes the copies."""
+    def _renew(self) -> None:
+        """Drops the copies, and joins the weights, if they are several and not one matrix, or no more."""
         if self._pointers != self._where() and len(self.weights) > 1:
             self.weight = torch.nn.Parameter(torch.cat([plain(weight) for weight in self.weights]), False)
             views = self.weight.data.split([len(weight) for weight in self.weights])
             for weight, view in zip(self.weights, views):
                 weight.data = view
-        self.one_token, self.several = forms(self.weight) if self.copies else (self.weight, self.weight)
+        has_copies = self.copies and self.weight.device.type == "cpu"
+        self._forms = None if has_copies else (self.weight, self.weight)
         self._pointers, self._versions = self._where(), self._changes()
+
+    @property
+    def lacking(self) -> str | None:
+        """Why short passes run on torch's kernels; None where they run on our own."""
+        if not native.has_kernel(self.weight.device, self.weight.dtype):
+            return native.reason() or f"none of our own for {self.weight.dtype}"
+        return None if self.copies else "no room for copies of the weights"
 
     def panels(self, tokens: int) -> torch.Tensor | None:
         """The panels that a product with so many tokens reads, where it does."""
         matrix = self._matrix(tokens)
-        return matrix.panels if isinstance(matrix, Panels) and tokens <= native.MOST_TOKENS else None
+        return matrix.panels if isinstance(matrix, Panels) else None
 
     def times(self, states: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """States [..., in] times the matrix [out, in], without gradients -> [..., out]."""
         return product(states, self._matrix(states.numel() // self.weight.shape[1]), bias)
 
     def _matrix(self, tokens: int) -> Matrix:
-        """What a product with so many tokens reads."""
+        """What a product with so many tokens reads: of many, which arithmetic bounds, the weight itself."""
         if self._pointers != self._where() or self._versions != self._changes():
-            self._make()  # a weight was moved or changed: what was made of it must not stay what it was
-        return self.one_token if tokens == 1 else self.several
+            self._renew()  # a weight was moved or changed: what was made of it must not stay what it was
+        if tokens > native.MOST_TOKENS:
+            return self.weight
+        if self._forms is None:
+            with torch.inference_mode(False):
+                self._forms = forms(self.weight)
+        return self._forms[tokens > 1]
 
     def _where(self) -> list[int]:
         """Addresses of the weights."""
@@ -180,6 +193,11 @@ class PackedWeight:
         return [weight._version for weight in self._counted]
 
 
+def _is_for_torch(states: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether a product has gradients or mixed types: torch's own function knows them."""
+    return torch.is_grad_enabled() or states.dtype != weight.dtype or torch.is_autocast_enabled("cpu")
+
+
 class PackedLinear(torch.nn.Linear):
     """A linear layer whose products read what is made of its weight; `weight` itself is always a plain tensor."""
 
@@ -188,7 +206,7 @@ class PackedLinear(torch.nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """States [..., in] -> [..., out]."""
         laid, weight = self._laid, self.weight
-        if torch.is_grad_enabled() or laid.weight is not weight or laid.several is weight:
+        if laid.weight is not weight or input.device.type != "cpu" or _is_for_torch(input, weight):
             return linear(input, weight, self.bias)
         return laid.times(input, self.bias)
 
@@ -244,7 +262,7 @@ class JoinedLinear(torch.nn.Linear):
         joined, index = self._joined, self._index
         output = None
         same = self.weight is joined.laid.weights[index] and self.bias is joined.biases[index]
-        if same and not torch.is_grad_enabled():
+        if same and not _is_for_torch(input, self.weight):
             output = joined.output(input, index)
         return linear(input, self.weight, self.bias) if output is None else output
 
@@ -258,16 +276,17 @@ def assume_unchanged() -> None:
         torch.compiler.assume_constant_result(look)
 
 
-def pack_linears(module: torch.nn.Module) -> None:
-    """Gives the frozen linear layers of a module, in place, joint products and weights in the forms of `forms`.
+def pack_linears(*modules: torch.nn.Module) -> None:
+    """Gives the frozen linear layers of modules, in place, joint products and weights that are read as `forms` says.
 
     Without room for copies of them all, products read the weights themselves, and a line says so.
 
     Args:
-        module: with the layers; copies of it that share weights must be made after this.
+        *modules: with the layers; copies of them that share weights must be made after this.
     """
-    copies = _have_room([part.weight for part in module.modules() if _can_lay(part)])
-    for parent in module.modules():
+    parts = [part for module in modules for part in module.modules()]
+    copies = _have_room([part.weight for part in parts if _can_lay(part)])
+    for parent in parts:
         for names in SIBLINGS:
             layers: list[Any] = [getattr(parent, name, None) for name in names]
             if _can_join(layers):
@@ -277,7 +296,7 @@ def pack_linears(module: torch.nn.Module) -> None:
                 for index, layer in enumerate(layers):
                     layer.__class__ = JoinedLinear
                     layer.__dict__.update(_joined=joined, _index=index)
-    for other in module.modules():
+    for other in parts:
         if _can_lay(other):
             other.__class__ = PackedLinear
             other.__dict__["_laid"] = PackedWeight([cast("torch.nn.Parameter", other.weight)], copies)
@@ -285,15 +304,25 @@ def pack_linears(module: torch.nn.Module) -> None:
 
 def _have_room(weights: Sequence[Any]) -> bool:
     """Whether the free memory has room for copies; yes where the system does not tell."""
-    size = sum(weight.nbytes for weight in weights if weight.device.type == "cpu")
-    free = free_memory() if size else None
-    if free is None or size < SHARE * free:
+    sizes = [_copies_of(weight) * weight.nbytes for weight in weights]
+    free = free_memory() if any(sizes) else None
+    if free is None or sum(sizes) < SHARE * free:
         return True
     warn(
-        f"weights of {size / 1e9:.1f} GB have no copies for this processor's kernels, for which {free / 1e9:.1f} GB of "
-        "free memory are too few: products are slower, and bits of a token depend on the tokens beside it"
+        f"copies of weights for this processor's kernels, {sum(sizes) / 1e9:.1f} GB, would take more than half of the "
+        f"{free / 1e9:.1f} GB of free memory: there are none, products are slower, and bits of a token depend on the "
+        "tokens beside it"
     )
     return False
+
+
+def _copies_of(weight: torch.Tensor) -> int:
+    """How many copies `forms` makes of a weight."""
+    if native.has_kernel(weight.device, weight.dtype):
+        return 1
+    if weight.device.type != "cpu" or not _has_blocks(weight.dtype):
+        return 0
+    return 2 if weight.dtype == torch.float32 else 1
 
 
 def _can_lay(layer: Any) -> bool:

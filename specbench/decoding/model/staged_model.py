@@ -81,8 +81,7 @@ class StagedModel:
             self.embed_tokens = cast("torch.nn.Embedding", model.get_input_embeddings())
             self.norm: torch.nn.Module = norm
             self.lm_head: torch.nn.Linear = cast("torch.nn.Linear", model.get_output_embeddings())
-            pack_linears(base.layers)
-            pack_linears(self.lm_head)
+            pack_linears(base.layers, self.lm_head)
             self.runner = runner_of(model)
             captured = isinstance(self.runner, GraphRunner)
             self.fixed_shapes = captured or width is not None

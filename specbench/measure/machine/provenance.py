@@ -57,6 +57,7 @@ GPU_STATE = ("index", "clocks.sm", "power.draw", "temperature.gpu")
 # What must be equal for two runs to be compared, and for one to go on: dotted names, each with all below it.
 COMPARABLE = (
     *("source_sha256", "versions", "machine", "threads", "environment", "questions.sha256", "weights.target"),
+    *("weights.engine.target", "config.engine.python"),
     *("config.pair.target", "config.pair.dtype", "config.pair.device", "config.pair.init", "config.data"),
     *(
         "config.pair.target_shape",
@@ -84,6 +85,7 @@ SAME_RUN = (
     "environment",
     "questions.sha256",
     "weights",
+    "kernels",
 )
 
 LEAST_BUFFER_BYTES = {"cpu": 2**28, "cuda": 2**30}  # so much that starting a pass is small beside it
@@ -123,7 +125,7 @@ def collect(
         "method_sha256": method_sha256(config),
         "git": git_state(ROOT),
         "questions": {"path": str(questions_file), "sha256": file_sha256(questions_file)},
-        "weights": without_secrets(weights(config["pair"], drafter)),
+        "weights": weights(config["pair"], drafter, config.get("engine")),
     }
 
 
@@ -241,32 +243,39 @@ def git_state(root: Path) -> dict | None:
     }
 
 
-def weights(pair: Mapping, method: Mapping = MappingProxyType({})) -> dict[str, dict]:
-    """The weights of a pair and of a method: where from, and checksums of the files on disk.
+def weights(
+    pair: Mapping, method: Mapping = MappingProxyType({}), engine: Mapping | None = None
+) -> dict[str, dict]:
+    """The weights of a pair, a method and an engine: where from, and checksums of the files on disk.
 
     Of a model of the hub: its id, the revision asked for, and the commit that the local cache has of it.
 
     Args:
         pair: its configuration.
-        method: settings of its drafter; other folders and files that they name are read, too.
+        method: settings of its drafter, those of a wrapped one included; other folders and files that they name are
+            read, too.
+        engine: settings of another engine, which may have files of its own.
 
     Returns:
-        Facts by "target", "draft", "parts.<name>", "method.<name>".
+        Facts by "target", "draft", "parts.<name>", "method.<name>", "engine.target", "engine.draft"; without secrets.
     """
     sources = {"target": pair["target"], "draft": pair["draft"]}
     sources |= {f"parts.{name}": path for name, path in pair["parts"].items()}
     folders = {
         key: value
-        for key, value in method.items()
+        for key, value in _flat(dict(method))
         if isinstance(value, str) and value not in sources.values() and packaged(value).exists()
     }
     sources |= {f"method.{key}": path for key, path in folders.items()}
+    sources |= {f"engine.{name}": (engine or {}).get(name) for name in ("target", "draft")}
     packages = pair.get("packages", {})
-    return {
-        name: _weights(source, pair.get(f"{name}_revision"), packages)
-        for name, source in sources.items()
-        if source is not None
-    }
+    return without_secrets(
+        {
+            name: _weights(source, pair.get(f"{name}_revision"), packages)
+            for name, source in sources.items()
+            if source is not None
+        }
+    )
 
 
 def trained(pair: Mapping, drafting: Mapping, with_draft: bool) -> dict[str, dict]:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from specbench.config.spec import other_engine
+from specbench.config.spec import RunSpec, other_engine
 from specbench.data.questions import questions_sha256
 from specbench.measure.records.source import method_sha256, source_sha256
 from specbench.system.errors import UserError, file_errors
@@ -87,11 +87,17 @@ def find_or_create(config: Mapping, taken: Collection[Path] = ()) -> Path:
 
 
 def is_measured(run_dir: Path, config: Mapping) -> bool:
-    """Whether a folder holds all of `config`, these questions by this very code, and none of its questions failed."""
+    """Whether a folder holds all of `config`, these questions by this very code and these weights, with no failure."""
     if not is_complete(run_dir) or read_json(run_dir / SUMMARY)["status"] != "complete":
         return False
     config = plain(config)
-    return _difference(run_dir, config, _code(config)) is None
+    if _difference(run_dir, config, _code(config)) is not None:
+        return False
+    from specbench.measure.machine import provenance  # late: the hub's client takes a second
+
+    spec = RunSpec.of(config, read_json(run_dir / FACTS)["unit"])
+    weights = provenance.weights(config["pair"], spec.drafter, spec.engine)
+    return read_json(run_dir / PROVENANCE)["weights"] == weights
 
 
 def give_up(run_dir: Path, why: str) -> None:

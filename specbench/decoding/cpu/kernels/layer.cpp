@@ -13,7 +13,7 @@ namespace {
 using Optional = std::optional<at::Tensor>;
 
 struct Layer {
-  std::vector<at::Tensor> panels;      // of each product; undefined where another layout is faster
+  std::vector<at::Tensor> panels;      // of each product; undefined where it has none
   std::vector<at::Tensor> entries;     // keys and values of the cache, and where the new ones go; none: Python attends
   Optional index;                      // of the new entries, where they do not follow one another
   Optional mask;
