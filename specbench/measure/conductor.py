@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from specbench.config.spec import POOL, QUESTION
+from specbench.decoding.model.graphs import captures
 from specbench.decoding.trace import Clock
 from specbench.measure.arms import METHOD
 from specbench.measure.interleave import Interleaver
 from specbench.measure.machine import provenance
 from specbench.measure.machine.watch import LOST, Watch, added, between
-from specbench.measure.remeasure import Attempt, Slice, least_disturbed
+from specbench.measure.remeasure import CAPTURED, Attempt, Slice, least_disturbed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -110,10 +111,12 @@ class Conductor:
             counts_memory = name == METHOD and self.setup.spec.unit == POOL and in_process
             if counts_memory:
                 provenance.reset_peak_memory(device)
-            before = self.watch.read()
+            before, captured = self.watch.read(), captures()
             yield
             counted = between(before, self.watch.read())
-            slices[name].append(Slice(turns.tokens[number], counted, self.watch.disturbance(counted)))
+            # A capture is no part of an answer: the next attempt replays it.
+            degree = CAPTURED if captures() > captured else self.watch.disturbance(counted)
+            slices[name].append(Slice(turns.tokens[number], counted, degree))
             if counts_memory:
                 peak = provenance.peak_memory(device)
                 self.peak_memory = peak and max(peak, self.peak_memory or 0)

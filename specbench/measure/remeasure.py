@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 
     from specbench.decoding.trace import Generation
 
+CAPTURED = math.inf  # the degree of a slice in which a pass was captured
 STRETCH = 16  # tokens of an answer that are replaced together, in all arms
 
 
@@ -23,7 +25,7 @@ class Slice:
     Attributes:
         tokens: of the arm at its end.
         counted: while it ran.
-        degree: of its disturbance, see `Watch.disturbance`; above 1 it was disturbed.
+        degree: of its disturbance, see `Watch.disturbance`; above 1 it was disturbed. `CAPTURED`: by a capture.
     """
 
     tokens: int
@@ -44,9 +46,9 @@ class Attempt:
     slices: dict[str, list[Slice]]
 
     def counted(self) -> Counters:
-        """Counters over all slices, with `disturbed`: seconds of those that were."""
+        """Counters over all slices, with `disturbed`: seconds of those that others disturbed."""
         readings = [
-            one.counted | {"disturbed": one.counted["seconds"] * (one.degree > 1)}
+            one.counted | {"disturbed": one.counted["seconds"] * (1 < one.degree < CAPTURED)}
             for slices in self.slices.values()
             for one in slices
         ]

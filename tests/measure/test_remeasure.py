@@ -8,14 +8,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specbench.config.spec import QUESTION
+from methods.pld import PromptLookup
+from specbench.config.spec import QUESTION, RunSpec
+from specbench.decoding.engine import Engine
+from specbench.decoding.sampling import SamplingParams
+from specbench.decoding.state import Request
 from specbench.decoding.trace import Generation, Step
 from specbench.measure import conductor
+from specbench.measure.arms import METHOD, Setup
 from specbench.measure.conductor import Conductor
 from specbench.measure.machine.watch import Watch
 from specbench.measure.remeasure import STRETCH, Attempt, Slice, least_disturbed
 from specbench.measure.runner import prepare
 from tests.support.conf import composed
+from tests.support.decoding import random_pair
+from tests.support.graphs import pretend
 
 TIME = {"seconds": 0.05}
 QUIET, BUSY = (TIME, 0.3), (TIME, 4.0)  # counted, degree
@@ -153,6 +160,24 @@ def test_times_are_those_of_the_attempt_that_nobody_disturbed(monkeypatch):
     assert measured.answers["method"][0].seconds == pytest.approx(quiet.answers["method"][0].seconds)
     assert measured.attempts == [busy, quiet] and measured.machine["goes"] == 2
     assert measured.machine["disturbed_share"] != 0 == (measured.machine["still_disturbed_share"] or 0)
+
+
+def test_answers_that_capture_a_pass_are_measured_again_and_the_machine_is_not_hopeless_for_it(monkeypatch):
+    """Drafts as long as what is found have many shapes: a capture takes ten passes' time once."""
+    made = pretend(monkeypatch)
+    pair = random_pair("llama")
+    drafter = PromptLookup(pair)
+    engine = Engine(pair.staged, drafter, frozenset(), None, pair.context_length)
+    setup = Setup(pair, pair.staged, drafter, {METHOD: engine.rounds}, RunSpec({}))
+    conductor_ = Conductor(setup, 1e-9, 2)
+    monkeypatch.setattr(Watch, "disturbance", lambda *_: 0.0)
+    prompt = [3, 9, 27, 11] * 3
+    first, second = (
+        conductor_.measure({METHOD: [Request(prompt, SamplingParams(12))]}).machine for _ in range(2)
+    )
+    assert sum(graphs.captures for graphs in made) > 1
+    assert first["goes"] == 2 and first["disturbed_share"] > 0 == first["still_disturbed_share"]
+    assert first["counters"]["disturbed"] == 0 and second["goes"] == 1
 
 
 @pytest.mark.parametrize(("slow", "times"), [({}, 1), ({0: True}, 3)])

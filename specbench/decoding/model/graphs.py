@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
@@ -97,6 +97,14 @@ class Captured:
         return sum(tensor.nbytes for tensor in (*self.inputs, *self.outputs))
 
 
+RUNNERS: WeakSet[GraphRunner] = WeakSet()  # of all models of this process
+
+
+def captures() -> int:
+    """How many passes this process has captured so far."""
+    return sum(runner.captures for runner in RUNNERS)
+
+
 class GraphRunner(EagerRunner):
     """Captures a pass when its key is new, and replays it from then on. For inference mode alone.
 
@@ -114,6 +122,7 @@ class GraphRunner(EagerRunner):
 
     def __init__(self, device: torch.device, compile: bool = False):
         self.device, self.compile, self.captures = device, compile, 0
+        RUNNERS.add(self)
         self._captured: WeakKeyDictionary[object, dict[Hashable, Captured]] = WeakKeyDictionary()
         self._stream: torch.cuda.Stream | None = None
         self._pool: Any = None  # what torch calls a handle
