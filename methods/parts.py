@@ -16,7 +16,9 @@ from hydra.core.hydra_config import HydraConfig
 from methods.common.build import Step, run_all
 from methods.states import RECORD as STATES
 from specbench.config.compose import program
-from specbench.data.training import RECORD
+from specbench.data.training import RECORD, training_pair
+from specbench.decoding.state import NORMED
+from specbench.models.pairs import load_pair
 from specbench.system.errors import UserError
 from specbench.system.settings import Count, NotNegative, Seed, check, check_all, plain
 
@@ -29,7 +31,7 @@ SETTINGS = {
     "conversations": str | None,
     "tokens": Count,
     "states_tokens": Count | None,
-    "taps": list[int],
+    "taps": list[int] | None,
     "steps": Count,
     "batch_size": Count,
     "length": Count,
@@ -44,6 +46,9 @@ SETTINGS = {
 PART = {"module": str, "alike": bool, "result": str | None, "draft": str | None, "settings": dict}
 TEXT = ("length", "prompt_weight", "seed", "precision")  # of states and of those that read them
 ALIKE = ("steps", "batch_size", "loss_tokens", "vocab_sample", "save_every")
+# Settings that say which layers of the target.
+DEPTHS = {"exit_layer": int, "taps": Count | list[int] | None, "layers": Count | list[int] | None}
+EAGLE3 = ("methods.eagle3.train", "methods.peagle.train")  # without a setting, they read its depths
 
 
 def arguments(settings: Mapping[str, Any]) -> list[str]:
@@ -57,28 +62,16 @@ def _written(value: object) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def steps(cfg: DictConfig, pair: Sequence[str]) -> list[list[Step]]:
-    """All steps; those of one group do not need each other.
-
-    Args:
-        cfg: conf/parts.yaml.
-        pair: the arguments that name the pair.
+def checked_parts(cfg: DictConfig, layers: int) -> dict[str, dict[str, Any]]:
+    """The parts that are made, with settings for a target of so many layers.
 
     Raises:
-        UserError: a part has a setting that none has.
+        UserError: a part has a key that none has, or a value of another type.
     """
-    out = Path(cfg.out)
-    conversations = out / "conversations.jsonl" if cfg.conversations is None else Path(cfg.conversations)
-    text = [f"conversations={conversations}", *arguments({key: cfg[key] for key in TEXT})]
-    states = out / "states"
-    converse = ("specbench.commands.converse", *pair, f"tokens={cfg.tokens}", f"out={conversations}")
-    keep = {"taps": list(cfg.taps), "tokens": cfg.states_tokens, "out": states}
-    groups = [[Step("states", 30, states / STATES, ("methods.states", *pair, *text, *arguments(keep)))]]
-    if cfg.conversations is None:
-        groups.insert(0, [Step("conversations", 300, conversations.with_suffix(".done"), converse)])
-    alike = {key: cfg[key] for key in ALIKE} | {"states": states, "threads": 1}
-    parts: list[Step] = []
-    later: list[Step] = []  # they need a draft model of the others
+    from methods.dflash.model import default_taps  # late: it takes seconds to import
+    from methods.eagle3.model import default_taps as eagle3_taps
+
+    checked = {}
     for name, part in plain(cfg.parts).items():
         if part is None:
             continue
@@ -86,6 +79,70 @@ def steps(cfg: DictConfig, pair: Sequence[str]) -> list[list[Step]]:
             check(f"parts.{name}.{key}", part.get(key), kind)
         if unknown := part.keys() - PART.keys():
             raise UserError(f"unknown key 'parts.{name}.{min(unknown)}': a part has {', '.join(PART)}")
+        settings = part["settings"]
+        for key in DEPTHS.keys() & settings:
+            check(f"parts.{name}.settings.{key}", settings[key], DEPTHS[key])
+        match settings:
+            case {"taps": None}:
+                settings["taps"] = list(eagle3_taps(layers))
+            case {"taps": int(count)}:
+                settings["taps"] = list(default_taps(layers, count))
+            case {"layers": [*indices]}:
+                settings["layers"] = [i + layers if i < 0 else i for i in indices]
+        checked[name] = part
+    return checked
+
+
+def taps_of(cfg: DictConfig, parts: Mapping[str, Mapping[str, Any]], layers: int) -> list[int]:
+    """The depths of a target of so many layers whose states are kept.
+
+    Raises:
+        UserError: a part reads a depth that the target does not have, or that is not among those configured.
+    """
+    from methods.eagle3.model import default_taps  # late, as above
+
+    read = {NORMED: "every part"}
+    for name, part in parts.items():
+        settings = part["settings"]
+        depths = settings.get("taps", [settings["exit_layer"]] if "exit_layer" in settings else [])
+        if part["module"] in EAGLE3:
+            depths = default_taps(layers)
+        read |= {depth: f"parts.{name}" for depth in depths}
+    for depth, name in read.items():
+        if not NORMED <= depth < layers:
+            raise UserError(
+                f"{name} reads the depth {depth}, and the target has the depths 0 to {layers - 1}"
+            )
+        if cfg.taps is not None and depth not in cfg.taps:
+            raise UserError(f"taps lacks the depth {depth}, which {name} reads: set taps=null")
+    return [*sorted(read.keys() - {NORMED}), NORMED] if cfg.taps is None else list(cfg.taps)
+
+
+def steps(cfg: DictConfig, pair: Sequence[str], layers: int) -> list[list[Step]]:
+    """All steps; those of one group do not need each other.
+
+    Args:
+        cfg: conf/parts.yaml.
+        pair: the arguments that name the pair.
+        layers: of the target.
+
+    Raises:
+        UserError: as `checked_parts` and `taps_of`.
+    """
+    checked = checked_parts(cfg, layers)
+    out = Path(cfg.out)
+    conversations = out / "conversations.jsonl" if cfg.conversations is None else Path(cfg.conversations)
+    text = [f"conversations={conversations}", *arguments({key: cfg[key] for key in TEXT})]
+    states = out / "states"
+    converse = ("specbench.commands.converse", *pair, f"tokens={cfg.tokens}", f"out={conversations}")
+    keep = {"taps": taps_of(cfg, checked, layers), "tokens": cfg.states_tokens, "out": states}
+    groups = [[Step("states", 30, states / STATES, ("methods.states", *pair, *text, *arguments(keep)))]]
+    if cfg.conversations is None:
+        groups.insert(0, [Step("conversations", 300, conversations.with_suffix(".done"), converse)])
+    alike = {key: cfg[key] for key in ALIKE} | {"states": states, "threads": 1}
+    parts: list[Step] = []
+    later: list[Step] = []  # they need a draft model of the others
+    for name, part in checked.items():
         folder = out / "weights" / name
         shared, settings = [f"conversations={conversations}", f"seed={cfg.seed}"], part["settings"]
         if part["alike"]:
@@ -104,7 +161,9 @@ def make(cfg: DictConfig) -> None:
     named = [word for word in HydraConfig.get().overrides.task if word.lstrip("+").startswith("pair")]
     pair = named if any(word.startswith("pair=") for word in named) else [f"pair={cfg.pair.name}", *named]
     out = Path(cfg.out)
-    run_all(steps(cfg, pair), out / "logs", cfg.cores, cfg.pair.name)
+    target = load_pair(training_pair(cfg.pair), cfg.seed, with_draft=False, weights=False).target
+    layers = target.config.get_text_config().num_hidden_layers
+    run_all(steps(cfg, pair, layers), out / "logs", cfg.cores, cfg.pair.name)
     print(out / "weights")
 
 

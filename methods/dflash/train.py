@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import sys
 from functools import partial
+from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import torch
@@ -304,13 +305,12 @@ def fresh_model(cfg: DictConfig, target: StagedModel, mask: int) -> BlockModel:
         "rank": Count,
         "distance_share": Probability,
         "mask_token": Natural | None,
+        "loss_tokens": NoneType,  # what is judged are the tokens of all blocks
     },
     may_sample=False,
 )
 def train(cfg: DictConfig) -> Path:
     """Trains as configured (conf/train_dflash.yaml) and returns the folder of the finished drafting model."""
-    if cfg.loss_tokens is not None:
-        raise UserError("what is judged are the tokens of all blocks: set blocks, and loss_tokens=null")
     check_length(cfg, "block_size", 1)
     pair = target_pair(cfg)
     target = pair.staged

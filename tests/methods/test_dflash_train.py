@@ -176,7 +176,7 @@ def test_training_teaches_blocks(head, workplace, tmp_path):
         ("head=other", "head"),
         ("block_size=64", "no room"),
         ("vocab_sample=8", "vocab_sample=null"),
-        ("loss_tokens=8", "loss_tokens=null"),
+        ("loss_tokens=8", "loss_tokens must be null"),
     ],
 )
 def test_a_setting_of_the_training_that_cannot_work(workplace, tmp_path, setting, says):

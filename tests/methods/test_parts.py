@@ -19,14 +19,15 @@ from specbench.system.settings import plain
 from tests.support.conf import composed
 from tests.support.training import saved_pair, training_workplace
 
-TOY = ("steps=2", "length=20", "save_every=2", "loss_tokens=8", "vocab_sample=8", "taps=[1,-1]")
+TOY = ("steps=2", "length=20", "save_every=2", "loss_tokens=8", "vocab_sample=8")
+LAYERS = 30  # of smollm2-135m
 SMALL = {"draft_vocab": 12, "mask_token": 5, "layers": 3, "taps": [1, 2]}  # for a toy's vocabulary and layers
 
 
 @pytest.mark.slow
 def test_every_part_is_made_by_a_trainer_with_settings_that_it_has(tmp_path):
     cfg = composed("parts", f"out={tmp_path}")
-    groups = parts.steps(cfg, ["pair=smollm2-135m"])
+    groups = parts.steps(cfg, ["pair=smollm2-135m"], LAYERS)
     assert [[step.name for step in group] for group in groups[:2]] == [["conversations"], ["states"]]
     commands = [step.command for group in groups for step in group]
     for module, *words in commands:
@@ -42,7 +43,7 @@ def test_every_part_is_made_by_a_trainer_with_settings_that_it_has(tmp_path):
 
 def test_those_that_are_compared_learn_alike(tmp_path):
     cfg = composed("parts", f"out={tmp_path}")
-    trained = [step for group in parts.steps(cfg, []) for step in group if step.result.name == RECORD]
+    trained = [step for group in parts.steps(cfg, [], LAYERS) for step in group if step.result.name == RECORD]
     keys = {*parts.TEXT, *parts.ALIKE, "conversations", "states", "threads"} - {"vocab_sample"}
     shared = [{word for word in step.command if word.partition("=")[0] in keys} for step in trained]
     assert len(trained) == 13 and all(one == shared[0] for one in shared) and len(shared[0]) == len(keys)
@@ -52,6 +53,37 @@ def test_those_that_are_compared_learn_alike(tmp_path):
     }
     whole = {"eagle3", "peagle", "mtp", "dflash", "dspark", "dflash2"}
     assert samples == {name: [f"vocab_sample={'null' if name in whole else 4096}"] for name in samples}
+
+
+@pytest.mark.parametrize(
+    ("layers", "overrides", "taps", "blocks", "streaming"),
+    [
+        (LAYERS, [], "2,3,15,27,-1", "2,15,27", "0,29"),
+        (16, [], "2,3,8,13,-1", "2,8,13", "0,15"),
+        (16, ["parts.dflash.settings.taps=2"], "2,3,8,13,14,-1", "2,14", "0,15"),
+        (16, ["taps=[-1,13,8,3,2,5]"], "-1,13,8,3,2,5", "2,8,13", "0,15"),
+    ],
+)
+def test_layers_are_those_of_the_target(tmp_path, layers, overrides, taps, blocks, streaming):
+    """The states that are kept are those that the trainers read of a target with so many layers."""
+    cfg = composed("parts", f"out={tmp_path}", *overrides)
+    commands = {step.name: step.command for group in parts.steps(cfg, [], layers) for step in group}
+    assert f"taps=[{taps}]" in commands["states"]
+    assert f"taps=[{blocks}]" in commands["dflash"] and f"layers=[{streaming}]" in commands["streaming"]
+
+
+def test_of_blocks_all_tokens_are_judged(tmp_path):
+    cfg = composed("parts", f"out={tmp_path}", "loss_tokens=8")
+    judged = {
+        step.name: word
+        for group in parts.steps(cfg, [], LAYERS)
+        for step in group
+        for word in step.command
+        if word.startswith("loss_tokens=")
+    }
+    blocks = {"dflash", "dspark", "dflash2"}
+    assert judged == {name: f"loss_tokens={'null' if name in blocks else 8}" for name in judged}
+    assert len(judged) == 13
 
 
 @pytest.mark.slow
@@ -73,11 +105,17 @@ def test_a_trainer_accepts_its_settings(tmp_path, name):
     [
         ("+parts.medusa.modul=x", r"unknown key 'parts\.medusa\.modul'"),
         ("parts.medusa.module=3", r"parts\.medusa\.module must be text"),
+        (
+            "parts.kangaroo.settings.exit_layer=x",
+            r"parts\.kangaroo\.settings\.exit_layer must be a whole number",
+        ),
+        ("parts.kangaroo.settings.exit_layer=30", "parts.kangaroo reads the depth 30, .* depths 0 to 29"),
+        ("taps=[2,15,27,-1]", r"taps lacks the depth 3, which parts\.kangaroo reads: set taps=null"),
     ],
 )
 def test_a_wrong_part_is_one_line(tmp_path, override, message):
     with pytest.raises(UserError, match=message):
-        parts.steps(composed("parts", f"out={tmp_path}", override), [])
+        parts.steps(composed("parts", f"out={tmp_path}", override), [], LAYERS)
 
 
 @pytest.mark.slow
@@ -93,7 +131,7 @@ def test_a_part_that_is_there_is_not_made_again(tmp_path):
             "settings": {"layers": [0, 3], "share_embeddings": True},
         },
     }
-    groups = parts.steps(cfg, [word for word in pair if word.startswith("pair")])
+    groups = parts.steps(cfg, [word for word in pair if word.startswith("pair")], 4)
     run_all(groups, tmp_path / "logs", 2, "toy")
     records = [read_json(tmp_path / "build" / "weights" / name / RECORD) for name in cfg.parts]
     assert len({(record["data"], record["tokens"]) for record in records}) == 1
