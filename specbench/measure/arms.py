@@ -71,13 +71,17 @@ class Setup:
         return SINGLE if SINGLE in self.arms else BASELINE
 
     @property
-    def judged(self) -> list[tuple[str, str]]:
-        """What a record calls a certificate, and the arm that it is of."""
+    def judged(self) -> dict[str, list[str]]:
+        """What a record calls a certificate, and the arms that it is of."""
         of_baseline = [arm for arm in (HF, OWN_LOOP) if arm in self.arms]
-        if SINGLE in self.arms and not of_baseline:
-            of_baseline = [BASELINE]
-        judged = [("equivalence", METHOD), *(("baseline_equivalence", arm) for arm in of_baseline)]
-        return [*judged, *([("again_equivalence", AGAIN)] if AGAIN in self.arms else [])]
+        if SINGLE in self.arms and self.served is None:
+            of_baseline.append(BASELINE)
+        judged = {
+            "equivalence": [METHOD],
+            "baseline_equivalence": of_baseline,
+            "again_equivalence": [arm for arm in (AGAIN,) if arm in self.arms],
+        }
+        return {key: arms for key, arms in judged.items() if arms}
 
     def answers(self, arm: str, requests: list[Request]) -> list[Generation]:
         """What an arm answers, at once."""

@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from specbench.decoding.trace import Clock, Generation, Step
 from specbench.measure.arms import BASELINE, METHOD
+from specbench.measure.certify import worst
 from specbench.system.errors import JobError, one_line
 
 if TYPE_CHECKING:
@@ -107,8 +108,9 @@ class Bench:
                 "baseline_equivalence": None,
             }
             first = self.certifier.first_answer(number, repeat, record)
-            for key, arm in self.setup.judged:
-                record[key] = asdict(self.certifier.judge(arm, by_arm, attempts, first))
+            for key, arms in self.setup.judged.items():
+                of_arms = (self.certifier.judge(arm, by_arm, attempts, first) for arm in arms)
+                record[key] = asdict(worst(of_arms))
             if self.certifier.by_likelihood:
                 record["likelihood"] = {
                     arm: asdict(self.certifier.likelihood(by_arm[arm], measured.answers[arm][i].tokens))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from specbench.config.spec import POOL
 from specbench.decoding.sampling import TARGET, position_draws
 from specbench.decoding.stop import truncate_at_stop
-from specbench.measure.arms import AGAIN, BASELINE, HF
+from specbench.measure.arms import AGAIN, BASELINE, HF, METHOD
 from specbench.measure.likelihood import Likelihood, likelihood
 from specbench.measure.metrics.metrics import VERDICTS
 from specbench.measure.numeric_noise import (
@@ -26,7 +26,7 @@ from specbench.measure.numeric_noise import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     import torch
 
@@ -89,6 +89,11 @@ def certify(
     return Certificate("exact", None, None, None)
 
 
+def worst(certificates: Iterable[Certificate]) -> Certificate:
+    """The worst of some; one without a verdict is the best."""
+    return max(certificates, key=lambda one: -1 if one.verdict is None else VERDICTS.index(one.verdict))
+
+
 def greedy_margin(logits: torch.Tensor, tokens: Collection[int]) -> float:
     """How far the best of some tokens stays below the likeliest one; logits: [vocab]."""
     return float(logits.max()) - max((float(logits[token]) for token in tokens), default=-math.inf)
@@ -127,7 +132,7 @@ class Certifier:
         differ, the engine is not stable, whatever the method does.
 
         Not judged are answers to other prompts, and such that are drawn with other numbers than the reference's: those
-        of transformers, and of a drafter that draws.
+        of transformers, of another engine, and of a drafter that draws.
 
         Args:
             arm: its name.
@@ -137,7 +142,7 @@ class Certifier:
         """
         setup, request = self.setup, requests[self.setup.reference]
         prompt, decoding, stop_ids = request.prompt, request.decoding, setup.pair.stop_ids
-        same_draws = decoding.greedy or (arm != HF and setup.drafter.deterministic)
+        same_draws = decoding.greedy or arm == BASELINE or (arm == METHOD and setup.drafter.deterministic)
         if not same_draws or requests[arm].prompt != prompt:
             return Certificate(None, None, None, None)
 
@@ -162,16 +167,13 @@ class Certifier:
             return max(margins, key=lambda one: math.inf if math.isnan(one) else one, default=0.0)
 
         judged = {arm}
-        if arm == HF and requests[BASELINE].prompt == prompt:
-            judged.add(BASELINE)
         if setup.served is None or arm == AGAIN:
             judged.add(setup.reference)
         texts = {tuple(answer.tokens) for name in judged for answer in answers[name]}
-        certificates = [
+        return worst(
             certify(first, list(text), stop_ids, margin_at, lambda: self.noise(arm), worst_after)
             for text in texts
-        ]
-        return max(certificates, key=lambda c: VERDICTS.index(c.verdict))
+        )
 
     @property
     def by_likelihood(self) -> bool:

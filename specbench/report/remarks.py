@@ -329,7 +329,8 @@ def memories(runs: Iterable[Run]) -> list[str]:
 
 def _baseline_fault(baseline: dict) -> str:
     differing = baseline["equivalence"]["violation"]
-    return f"VIOLATION: our loop and transformers generate differ in {differing} answers"
+    single = "" if baseline["single_tokens_per_second"] is None else ", our loop at batch size 1"
+    return f"VIOLATION: our loop{single} and transformers generate differ in {differing} answers"
 
 
 def is_one_pool(summary: dict) -> bool:

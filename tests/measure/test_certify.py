@@ -13,8 +13,8 @@ from specbench.decoding.state import Request
 from specbench.decoding.stop import truncate_at_stop
 from specbench.decoding.trace import Generation
 from specbench.measure import certify as certify_module
-from specbench.measure.arms import BASELINE, METHOD, Setup
-from specbench.measure.certify import Certificate, Certifier, certify
+from specbench.measure.arms import BASELINE, HF, METHOD, SINGLE, Setup
+from specbench.measure.certify import Certificate, Certifier, certify, worst
 from specbench.measure.numeric_noise import drawn_margin
 from specbench.measure.protocol import Protocol
 from tests.support.decoding import random_pair
@@ -148,6 +148,37 @@ def test_what_follows_a_tie_is_held_against_the_target(monkeypatch, temperature)
         assert verdict(wrong, first) == "violation"
     monkeypatch.setattr(certify_module, "drawn_margin", within(drawn_margin, first=0.0))
     assert verdict(answer.tokens[:-3], first) == "violation", "nothing has ended it"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_batched_baseline_is_judged_beside_one_sequence_also_where_the_method_draws(
+    monkeypatch, temperature
+):
+    """And where transformers answered another prompt."""
+    pair, decoding = random_pair("llama", vocab_size=32), SamplingParams(8, temperature)
+    monkeypatch.setattr(pair, "stop_ids", frozenset())
+    engine = Engine(pair.staged, Drafter(), pair.stop_ids)
+    arms = dict.fromkeys((BASELINE, METHOD, SINGLE, HF), engine.rounds)
+    setup = Setup(pair, pair.staged, Drafter(), arms, RunSpec({}))
+    assert setup.judged == {"equivalence": [METHOD], "baseline_equivalence": [HF, BASELINE]}
+    request = Request([3, 9, 27, 11], decoding, seed=7)
+    requests = dict.fromkeys(arms, request) | {HF: Request([3, 9, 27], decoding)}
+    answers = {name: engine.generate([request]) for name in arms}
+    first = answers[SINGLE][0].tokens
+
+    def verdicts() -> list[str | None]:
+        certifier = Certifier(setup, Protocol(pair, decoding, "paired", 0))
+        certifier.__dict__["_noise_of_shapes"] = 0.0
+        return [certifier.judge(arm, requests, answers, first).verdict for arm in (HF, BASELINE, METHOD)]
+
+    assert verdicts() == [None, "exact", "exact" if decoding.greedy else None]
+    answers[BASELINE][0].tokens[5] += -1 if first[5] else 1
+    assert verdicts()[1] == "violation"
+
+
+def test_the_worst_certificate_is_that_of_an_answer_that_was_judged():
+    ones = [Certificate(verdict, None, None, None) for verdict in (None, "exact", "violation", "tie")]
+    assert worst(ones) is ones[2] and worst(ones[:2]) is ones[1] and worst(ones[:1]) is ones[0]
 
 
 def within(function, first):
