@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from specbench.config.checks import check, check_sources
-from specbench.config.compose import positional, with_hydra
+from specbench.config.compose import positional, quoted, with_hydra
 from specbench.config.spec import make_drafter
 from specbench.system.errors import one_line_errors
 from specbench.system.files import make_folder
@@ -75,7 +75,7 @@ def main() -> int:
     """Does what the command line says; returns the exit code."""
     sys.argv[1:] = positional("form", sys.argv[1:], USAGE)
     # Of a method all that a run takes may be set, of a pair's models the pair alone.
-    config = "export_part" if f"form={PART}" in sys.argv else "export"
+    config = "export_part" if f"form={quoted(PART)}" in sys.argv else "export"
     return with_hydra(config, one_line_errors()(export))
 
 

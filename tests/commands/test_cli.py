@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from specbench import __version__
-from specbench.commands import cli
+from specbench.commands import cli, export
 from specbench.config import checks
 from specbench.system.errors import UserError
 from tests.support.commands import exit_code
@@ -202,6 +202,18 @@ def test_a_group_that_a_command_has_not_is_one_line(monkeypatch, capsys, words, 
     monkeypatch.setattr(sys, "argv", ["specbench", *words.split()])
     assert exit_code(cli.main) == 2
     assert f"error: unknown key '{key}': " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "has_method"), [("part method=pld", True), ("gguf", False), ("folder out=part", False)]
+)
+def test_a_part_is_exported_with_the_settings_of_a_run(monkeypatch, words, has_method):
+    seen = []
+    monkeypatch.setattr(export, "export", seen.append)
+    monkeypatch.setattr(sys, "argv", ["export", *words.split(), "pair=tiny"])
+    assert exit_code(export.main) == 0
+    (cfg,) = seen
+    assert (cfg.form, "method" in cfg) == (words.split()[0], has_method)
 
 
 def test_a_reader_that_has_seen_enough_is_no_error():
