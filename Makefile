@@ -92,8 +92,9 @@ lint: $(STAMP) ## Check style, formatting and types
 	@$(PY) -m ruff format --check .
 	@$(PY) -m mypy
 
-clean: ## Remove .venv and caches; results in runs/ stay
-	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+clean: ## Remove .venv and caches; results in runs/, and what was trained or measured into build/, stay
+	@rm -rf $(VENV) build/bdist.* build/lib build/mypy build/pycache build/site dist *.egg-info
+	@rm -rf .pytest_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A candidate is run, not only looked for: a name on the path may be a launcher for a Python that is not there.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import re
 import shlex
+import shutil
+import subprocess
 from typing import TYPE_CHECKING
 
 import pytest
@@ -188,6 +190,18 @@ def test_make_targets_exist(words):
     )
     assert words[1] in targets
     check_command([word for word in words if word not in ("METHOD=...", "METHOD=bigram")])
+
+
+def test_make_clean_leaves_what_was_trained(tmp_path):
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    kept = [tmp_path / "build" / name for name in ("tiny/draft", "smollm2-135m/conversations", "gpu/report")]
+    caches = [
+        tmp_path / name for name in ("build/mypy/a", "build/pycache/a", "build/site/a", "a/__pycache__/a")
+    ]
+    for path in (*kept, *caches):
+        path.mkdir(parents=True)
+    subprocess.run(["make", "clean"], cwd=tmp_path, check=True, timeout=60)
+    assert all(path.exists() for path in kept) and not any(path.exists() for path in caches)
 
 
 @pytest.mark.parametrize(
