@@ -29,6 +29,7 @@ from specbench.system.errors import UserError, one_line_errors, suggest
 
 NO_KEY = re.compile(r"Could not override '([\w.]+)'")  # as Hydra says it
 PART = re.compile(r"\bpair\.parts\.(\w+)")  # as a YAML reads one
+NOT_COMPOSED = (HydraException, OmegaConfBaseException, yaml.YAMLError)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -107,10 +108,26 @@ def _lineage(pair: str) -> Iterator[str]:
 
 
 def group_file(group: str, name: str) -> dict[str, Any]:
-    """A YAML of a group as it stands, without those that it builds on; {} where there is none."""
+    """A YAML of a group as it stands, without those that it builds on; {} where there is none.
+
+    Raises UserError for a file that is no YAML.
+    """
     paths = (folder / group / f"{name}.yaml" for folder in _folders())
     path = next(filter(Path.is_file, paths), None)
-    return {} if path is None else yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    if path is None:
+        return {}
+    try:
+        with path.open("rb") as file:  # errors then name it
+            return yaml.safe_load(file) or {}
+    except yaml.YAMLError as error:
+        raise UserError(no_yaml(error)) from error
+
+
+def no_yaml(error: yaml.YAMLError) -> str:
+    """What is no YAML, with the file and the place of it."""
+    if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark) is not None:
+        return f"{mark.name}, line {mark.line + 1}: {error.problem}"
+    return str(error)
 
 
 def tuned_choice(group: str, *, _root_: DictConfig) -> str:
@@ -230,8 +247,12 @@ def checked_choice(group: str, name: str) -> str:
 OmegaConf.register_new_resolver("checked", checked_choice, replace=True)
 
 
-def explain(error: HydraException | OmegaConfBaseException, config_name: str, overrides: list[str]) -> str:
+def explain(
+    error: HydraException | OmegaConfBaseException | yaml.YAMLError, config_name: str, overrides: list[str]
+) -> str:
     """One line for what Hydra says in many."""
+    if isinstance(error, yaml.YAMLError):
+        return no_yaml(error)
     if raised := own_error(error):
         return str(raised)
     if isinstance(error, MissingConfigException) and error.options is not None:
@@ -341,7 +362,7 @@ def compose_arguments(config_name: str, overrides: list[str]) -> DictConfig:
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
             return compose(config_name, [*overrides, *_own_searchpath()])
-    except (HydraException, OmegaConfBaseException) as error:
+    except NOT_COMPOSED as error:
         raise UserError(explain(error, config_name, overrides)) from error
 
 
@@ -376,7 +397,7 @@ def with_hydra(config_name: str, task: Callable[[DictConfig], object]) -> int:
         with tempfile.TemporaryDirectory() as scratch:
             os.environ["SPECBENCH_SCRATCH"] = scratch
             hydra.main(version_base="1.3", config_path=str(CONF), config_name=config_name)(task)()
-    except (HydraException, OmegaConfBaseException) as error:
+    except NOT_COMPOSED as error:
         raise UserError(explain(error, config_name, overrides)) from error
     except KeyboardInterrupt as stop:
         print(f"\nstopped; {str(stop) or 'the same command goes on from here'}", file=sys.stderr)
