@@ -21,9 +21,8 @@ def fetch(cfg: DictConfig) -> None:
     """Fetches target, draft model, trained parts and tokenizer, and prints where each lies, or raises UserError."""
     check_sources(cfg)
     from specbench.models.pairs import (
-        SMALL_FILES,
-        WEIGHT_FILES,
         fetch_small_files,
+        fetch_with_weights,
         local_folder,
         model_folder,
     )  # torch takes seconds
@@ -36,12 +35,11 @@ def fetch(cfg: DictConfig) -> None:
             continue
         folder = local_folder(name) or model_folder(name, pair.packages)
         if folder is None:
-            revision = pair.get(f"{what}_revision")
-            folder = fetch_small_files(name, revision, pair.gated, [*SMALL_FILES, *WEIGHT_FILES])
+            folder = fetch_with_weights(name, pair.get(f"{what}_revision"), pair.gated)
         print(f"{what}: {folder}")
     if (name := pair.tokenizer) is not None:
         folder = local_folder(name) or model_folder(name, pair.packages)
-        print(f"tokenizer: {folder or fetch_small_files(name, None, pair.gated, [*SMALL_FILES])}")
+        print(f"tokenizer: {folder or fetch_small_files(name, None, pair.gated)}")
 
 
 @one_line_errors()

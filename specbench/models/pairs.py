@@ -70,7 +70,9 @@ GENERATION = "generation_config.json"
 # What templates are told the date is: by today's, prompts would differ from day to day. The one of Llama 3's own.
 TODAY = datetime(2024, 7, 26)
 SMALL_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
-WEIGHT_FILES = ["*.safetensors", "*.bin", "*.pt"]
+SAFETENSORS = "*.safetensors"
+WEIGHT_FILES = [SAFETENSORS, "*.bin", "*.pt"]
+CONSOLIDATED = "consolidated*"  # Mistral's second copy of the weights, which transformers does not read
 
 # Given nothing but .bin files, transformers starts a thread that talks to the hub: not while we measure.
 os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")
@@ -539,7 +541,11 @@ class _Source:
 
 
 def fetch_small_files(
-    name: str, revision: str | None = None, gated: bool = False, patterns: Collection[str] = SMALL_FILES
+    name: str,
+    revision: str | None = None,
+    gated: bool = False,
+    patterns: Collection[str] = SMALL_FILES,
+    ignored: str | None = None,
 ) -> Path:
     """The folder in the hub's cache with a model's config and tokenizer; without a network, what is cached.
 
@@ -548,13 +554,16 @@ def fetch_small_files(
         revision: of it; None: the newest.
         gated: whether the hub asks for a licence to be accepted first.
         patterns: of the names of other files to fetch in place of these.
+        ignored: pattern of those among them to leave out.
 
     Raises UserError for a model or revision that is not there, is gated, or cannot be reached.
     """
     accept = "accept its licence on its page, then log in with `hf auth login` or set HF_TOKEN"
     hint = f"; it is gated: {accept}" if gated else ""
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns)))
+        return Path(
+            snapshot_download(name, revision=revision, allow_patterns=list(patterns), ignore_patterns=ignored)
+        )
     except GatedRepoError as error:
         raise UserError(f"'{name}' is gated: {accept}") from error
     except RevisionNotFoundError as error:
@@ -566,6 +575,14 @@ def fetch_small_files(
             f"no model '{name}': not a local folder, not in the hub's cache, and the hub cannot be reached; "
             f"fetch it where there is a network with `hf download {name}`{hint}"
         ) from error
+
+
+def fetch_with_weights(name: str, revision: str | None = None, gated: bool = False) -> Path:
+    """As `fetch_small_files`, with the weights: as safetensors, or where there are none, as torch saved them."""
+    folder = fetch_small_files(name, revision, gated, [*SMALL_FILES, SAFETENSORS], CONSOLIDATED)
+    if any(folder.glob(SAFETENSORS)):
+        return folder
+    return fetch_small_files(name, revision, gated, [*SMALL_FILES, *WEIGHT_FILES])
 
 
 @contextmanager

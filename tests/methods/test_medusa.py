@@ -194,7 +194,7 @@ def test_files_from_the_hub(folder, monkeypatch):
     """A part may be a hub id: only the files that are read are fetched."""
     asked = []
 
-    def fetch(name, revision=None, allow_patterns=None):
+    def fetch(name, revision=None, allow_patterns=None, ignore_patterns=None):
         asked.append((name, allow_patterns))
         return folder
 

@@ -177,6 +177,15 @@ def test_a_tokenizer_of_the_hub_is_fetched_too(monkeypatch, capfd):
     assert fetched == ["org/tokenizer"] and "tokenizer: org/tokenizer" in capfd.readouterr().out
 
 
+def test_a_target_of_the_hub_is_fetched_with_its_weights(monkeypatch, capfd):
+    monkeypatch.setattr(pairs, "fetch_with_weights", lambda *asked: "-".join(map(str, asked)))
+    monkeypatch.setattr(
+        "sys.argv", ["specbench fetch", "tiny", "pair.target=org/model", "pair.target_revision=main"]
+    )
+    assert exit_code(main) == 0
+    assert "target: org/model-main-False\n" in capfd.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [((), "usage: specbench fetch PAIR"), (("tiney",), "unknown pair 'tiney': did you mean tiny")],

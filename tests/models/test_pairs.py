@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
 from omegaconf import OmegaConf
 from transformers import SmolLM3Config, SmolLM3ForCausalLM
 
@@ -37,6 +38,31 @@ def cfg(tmp_path):
 
 def edit_json(path, **values):
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+@pytest.mark.parametrize(
+    ("files", "fetched"),
+    [
+        (["model.safetensors", "pytorch_model.bin", "training.pt"], ["model.safetensors"]),
+        (["model-1.safetensors", "consolidated.safetensors"], ["model-1.safetensors"]),
+        (["pytorch_model.bin", "heads.pt"], ["pytorch_model.bin", "heads.pt"]),
+        ([], []),
+    ],
+)
+def test_weights_are_fetched_once(tmp_path, monkeypatch, files, fetched):
+    def snapshot(name, revision, allow_patterns, ignore_patterns):
+        assert (name, revision) == ("someone/model", "main")
+        for file in filter_repo_objects(
+            ["config.json", "README.md", *files],
+            allow_patterns=allow_patterns,
+            ignore_patterns=ignore_patterns,
+        ):
+            (tmp_path / file).touch()
+        return str(tmp_path)
+
+    monkeypatch.setattr(pairs, "snapshot_download", snapshot)
+    assert pairs.fetch_with_weights("someone/model", "main") == tmp_path
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["config.json", *fetched])
 
 
 def test_loads_target_and_draft(cfg):
