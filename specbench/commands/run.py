@@ -12,11 +12,19 @@ import signal
 import subprocess
 import sys
 from contextlib import closing, contextmanager, nullcontext
-from pathlib import Path
 from typing import IO, TYPE_CHECKING, NoReturn
 
 from specbench.commands.log import track
-from specbench.commands.sweep import OK, RUNNING, WAITING, Executor, Job, open_sweep, print_failures
+from specbench.commands.sweep import (
+    OK,
+    RUNNING,
+    WAITING,
+    Executor,
+    Job,
+    open_sweep,
+    print_failures,
+    runs_root,
+)
 from specbench.config.checks import check
 from specbench.config.compose import with_hydra
 from specbench.measure.records import run_folder as store
@@ -25,8 +33,11 @@ from specbench.system.processes import end_with_parent, heeding_sigterm
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator
+    from pathlib import Path
 
     from omegaconf import DictConfig
+
+LOG = "log.txt"  # in the run folder of a job on another machine: what it said
 
 # What reads run folders needs pandas, and is imported when there is one to read: bad input is answered before that.
 
@@ -99,8 +110,8 @@ def resume_state(job: Job) -> None:
 def end(job: Job, code: int, reason: str | None = None) -> None:
     """Prints a job's table and the path of its run folder, and tracks it."""
     job.ended(code, reason)
-    if code == 2 or job.run_dir is None:  # the runner has said in one line what the user can put right
-        return
+    if job.run_dir is None or (code == 2 and not (job.run_dir / LOG).exists()):
+        return  # the runner has said here, in one line, what the user can put right
     if store.is_complete(job.run_dir):
         from specbench.report import tables
         from specbench.report.runs import read_run
@@ -124,10 +135,11 @@ class Command:
     def __init__(self) -> None:
         self.jobs: list[Job] = []
 
+    @one_line_errors()  # here already: Hydra would say more
     def __call__(self, cfg: DictConfig) -> None:
         """Measures a single run."""
         self.jobs.append(Job([], cfg))
-        run(self.jobs[-1:], run_locally, Path(cfg.runs_root))
+        run(self.jobs[-1:], run_locally, runs_root(cfg))
 
     def sweep(self, jobs: list[Job], executor: Executor) -> None:
         """Measures all jobs of a sweep, going on with one that was not finished."""
@@ -164,11 +176,11 @@ class Command:
 def measure(run_dir: Path, logged: bool = False) -> int:
     """Measures a run folder in child processes that do not outlive this one; returns the exit code of the last.
 
-    logged: what the child says goes to `log.txt` in the run folder, instead of to where this process writes.
+    logged: what the child says goes to `LOG` in the run folder, instead of to where this process writes.
     """
     (run_dir / store.FAILURE).unlink(missing_ok=True)
     code = store.EXIT_CONTINUE
-    with heeding_sigterm(), open(run_dir / "log.txt", "ab") if logged else nullcontext() as log:
+    with heeding_sigterm(), open(run_dir / LOG, "ab") if logged else nullcontext() as log:
         while code == store.EXIT_CONTINUE:
             code = _child([sys.executable, "-m", "specbench.measure.runner", str(run_dir)], log)
     if code < 0:

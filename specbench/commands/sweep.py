@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from specbench.measure.records import run_folder as store
 from specbench.measure.records.source import source_sha256
+from specbench.system import settings as values
 from specbench.system.files import lock_folder, new_folder, read_json, write_json
 
 if TYPE_CHECKING:
@@ -98,11 +99,11 @@ def open_sweep(jobs: list[Job]) -> Iterator[Sweep]:
     are: then nothing is left to do.
 
     Raises:
-        UserError: another process holds the sweep.
+        UserError: another process holds the sweep, or `runs_root` is no text.
     """
     overrides, code = [job.overrides for job in jobs], source_sha256()
     digest = hashlib.sha256(json.dumps(overrides).encode()).hexdigest()[:8]
-    root = Path(jobs[0].cfg.runs_root) / SWEEPS
+    root = runs_root(jobs[0].cfg) / SWEEPS
     last = max(root.glob(f"*_{digest}"), default=None)  # names begin with the date
     goes_on = last is not None and _can_go_on(last, overrides, code, jobs[0].cfg.get("rerun", True))
     folder = last if last and goes_on else new_folder(root, digest)
@@ -112,6 +113,12 @@ def open_sweep(jobs: list[Job]) -> Iterator[Sweep]:
             sweep.load()
         sweep.save()
         yield sweep
+
+
+def runs_root(cfg: DictConfig) -> Path:
+    """Where run folders are made, of a configuration that was not checked yet. Raises UserError for what is no text."""
+    values.check("runs_root", cfg.runs_root, str)
+    return Path(cfg.runs_root)
 
 
 def print_failures(jobs: list[Job]) -> None:

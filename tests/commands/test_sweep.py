@@ -66,6 +66,17 @@ def test_a_killed_sweep_goes_on_and_names_what_fails(monkeypatch, capfd, tmp_pat
     assert "Traceback" not in err
 
 
+def test_bad_input_is_told_once_wherever_the_job_was(capsys, tmp_path):
+    """A runner here has said it; what one on a cluster says is in its log."""
+    store.note_failure(tmp_path, "the vocabularies differ")
+    job = Job(["method=sps"], OmegaConf.create(), run_dir=tmp_path)
+    bench.end(job, 2)
+    assert capsys.readouterr() == ("", "")
+    (tmp_path / bench.LOG).write_text("error: the vocabularies differ\n")
+    bench.end(job, 2)
+    assert capsys.readouterr() == (f"{tmp_path}\n", f"error: the vocabularies differ; see {tmp_path}\n")
+
+
 # -- which sweep goes on
 
 
