@@ -29,6 +29,8 @@ from specbench.models.pairs import Pair
 from specbench.system.settings import Count
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from specbench.decoding.model.staged_model import StagedModel
     from specbench.decoding.slots import Slots
     from specbench.decoding.state import Prefill
@@ -91,6 +93,11 @@ class SAMDecoding(WrappedDrafter):
             self.siblings = max(inner.siblings, FOLLOWERS)
         self.trees = corpus is not None or inner.max_nodes > 0
         self.max_nodes = max(max_draft_tokens, inner.max_nodes) if self.trees else 0
+
+    @staticmethod
+    def draws_trees(settings: Mapping[str, Any]) -> bool:
+        """Whether trees of a corpus stand beside what an auxiliary drafter draws."""
+        return settings.get("corpus") is not None and settings.get("auxiliary") == "sps"
 
     def open(self, slots: Slots, target: StagedModel) -> None:
         """Makes room for an automaton of each sequence."""

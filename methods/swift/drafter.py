@@ -15,7 +15,7 @@ import torch
 
 from methods.swift.search import LayerSearch, Skipped
 from methods.swift.sublayers import Sublayers, check_parts
-from specbench.decoding.drafter import Drafter
+from specbench.decoding.drafter import Drafter, Needs
 from specbench.decoding.kv_cache import EMPTY, ForwardContext
 from specbench.decoding.state import Batch, Draft, SequenceState, Verified
 from specbench.models.pairs import Pair
@@ -48,12 +48,14 @@ class Swift(Drafter):
         max_steps: most sets that are scored.
         patience: sets in a row without a gain after which the search ends.
         enough: the search ends above this score.
-        memory: "run": the search continues through all answers, as published; "answer": each answer restarts it.
+        memory: "run": the search continues through all answers, as published; "answer": each answer restarts it, which
+            takes one sequence at a time.
 
     Raises:
         UserError: the layers have no parts that can be skipped.
     """
 
+    needs = Needs(one_memory=True)
     deterministic = True
 
     def __init__(

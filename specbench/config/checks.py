@@ -33,7 +33,7 @@ from specbench.system.paths import packaged
 from specbench.system.settings import LEARNS, WRAPPED, Count, Natural, Positive, Seed, Temperature
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from specbench.decoding.drafter import Needs
 
@@ -106,6 +106,7 @@ def check(cfg: DictConfig) -> RunSpec:
         if not isinstance(chosen.get(group), dict):
             raise UserError(f"no {group} is chosen: set {group} to the name of a file in conf/{group}/")
     try:
+        check_target(cfg.pair)
         cfg.pair = expand.embedded(cfg.pair)
         OmegaConf.resolve(cfg)
         missing = OmegaConf.missing_keys(cfg)
@@ -114,7 +115,6 @@ def check(cfg: DictConfig) -> RunSpec:
     if missing:
         raise UserError(f"there is no value for {', '.join(sorted(missing))}")
     check_values(cfg)
-    check_target(cfg.pair)
     check_tracker(cfg.tracker)
     spec = check_method(cfg)
     check_folders(cfg, spec.needs)
@@ -166,7 +166,8 @@ def check_sources(cfg: DictConfig) -> None:
 
 
 def check_target(pair: DictConfig) -> None:
-    """Raises UserError for a pair without a target, as `local` is by itself."""
+    """Raises UserError for a pair without a target, as `local` is by itself, or with one that is no text."""
+    values.check("pair.target", pair.target, KEYS["pair.target"])
     if pair.target is None:
         raise UserError(
             f"pair {pair.name} has no target: set pair.target to a folder, a GGUF file or a hub id"
@@ -211,10 +212,11 @@ def check_method(cfg: DictConfig) -> RunSpec:
     spec = RunSpec.of(cfg, unit_of(cls))
     *_, (what, group) = spec.groups.items()
     name = group["name"]
+    slots = 1
     if spec.scheduler is not None:
         parameters(cls, "method", spec.scheduler)
         # It needs no weights to say what is wrong.
-        cls(batch_size=spec.batch_size, **values.parameters(spec.scheduler))
+        slots = cls(batch_size=spec.batch_size, **values.parameters(spec.scheduler)).slots
     drafting: Any = located(group, what, Drafter)
     takes = parameters(drafting, what, group)
     if spec.scheduler is None and cfg.drafter.name != "none":
@@ -243,17 +245,38 @@ def check_method(cfg: DictConfig) -> RunSpec:
     check_part(cfg.pair, needs, (inner.get(key) for key in required))
     check_vocab(cfg, what, inner, takes)
     check_draft_length(cfg, needs, f"{what} {name}", drafting.draft is not Drafter.draft)
-    check_batch(cfg, spec)
+    check_batch(cfg, spec, slots)
     check_engine(cfg, spec)
     if cfg.decoding.temperature > 0 and not needs.sampling:
         raise UserError(f"{what} {name} cannot sample: set decoding=greedy")
-    if cfg.decoding.temperature == 0 and cfg.decoding.verification == values.BLOCK:
-        raise UserError("decoding.verification=block is for drafts that are drawn: set decoding=sample")
-    if cfg.decoding.temperature > 0 and cfg.decoding.verification == values.TYPICAL:
+    check_verification(cfg.decoding, f"{what} {name}", (group, inner))
+    return spec
+
+
+def check_verification(decoding: DictConfig, drafter: str, groups: Iterable[Mapping]) -> None:
+    """Checks the rule that accepts drafts.
+
+    Args:
+        decoding: The configuration of it.
+        drafter: "method sps", for messages.
+        groups: The configurations of the drafter, and of one that it wraps.
+
+    Raises:
+        UserError: The rule is not for such drafts.
+    """
+    rule, samples = decoding.verification, decoding.temperature > 0
+    if rule == values.TYPICAL and samples:
         raise UserError(
             "decoding.verification=typical, which is lossy, is for greedy decoding: set decoding=greedy"
         )
-    return spec
+    if rule != values.BLOCK:
+        return
+    if not samples:
+        raise UserError("decoding.verification=block is for drafts that are drawn: set decoding=sample")
+    if any(pkgutil.resolve_name(group["_target_"]).draws_trees(group) for group in groups):
+        raise UserError(
+            f"decoding.verification=block is for chains, and {drafter} draws trees: set it to {values.TOKEN}"
+        )
 
 
 def check_draft_length(cfg: DictConfig, needs: Needs, drafter: str, drafts: bool) -> None:
@@ -300,8 +323,17 @@ def check_engine(cfg: DictConfig, spec: RunSpec) -> None:
     check_read(cfg, spec)
 
 
-def check_batch(cfg: DictConfig, spec: RunSpec) -> None:
-    """Raises UserError where pool, devices or drafter do not suit a batch, or where nothing schedules one."""
+def check_batch(cfg: DictConfig, spec: RunSpec, slots: int) -> None:
+    """Checks a batch.
+
+    Args:
+        cfg: The configuration.
+        spec: The run.
+        slots: Sequences that its scheduler holds at once; 1 without one.
+
+    Raises:
+        UserError: Pool, devices or drafter do not suit a batch, or nothing schedules one.
+    """
     name = spec.drafter["name"]
     if spec.scheduler is None:
         if cfg.batch_size > 1:
@@ -319,6 +351,13 @@ def check_batch(cfg: DictConfig, spec: RunSpec) -> None:
         )
     if not spec.needs.batching:
         raise UserError(f"drafter {name} cannot batch")
+    memory, lasting = LEARNS
+    inner = spec.drafter.get(WRAPPED) or spec.drafter
+    if slots > 1 and spec.needs.one_memory and inner.get(memory) != lasting:
+        raise UserError(
+            f"{inner['name']} has one memory for all sequences, which no answer begins anew while others go on: "
+            f"set drafter.{memory}={lasting}"
+        )
 
 
 def innermost(

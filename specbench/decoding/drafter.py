@@ -9,7 +9,7 @@ from specbench.decoding.state import Draft
 from specbench.system.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     import pandas as pd
@@ -32,6 +32,7 @@ class Needs:
         training: what the part is trained with beside the pair, such as "head=markov".
         sampling: whether it can draft at temperature > 0.
         batching: whether it can serve more than one sequence.
+        one_memory: whether what it learns is one for all sequences: with `memory: answer` it then serves one at a time.
         any_length: whether it can draft fewer tokens than its longest draft has.
         reference_answer: the target's own greedy answer to a prompt, which `Drafter.set_reference_answers` is given
             before it is timed.
@@ -43,6 +44,7 @@ class Needs:
     training: str = ""
     sampling: bool = True
     batching: bool = True
+    one_memory: bool = False
     any_length: bool = True
     reference_answer: bool = False
     text_alone: bool = False
@@ -92,6 +94,11 @@ class Drafter:
     max_nodes = 0
     exclusive: bool = False
     extra_cores: int = 0
+
+    @staticmethod
+    def draws_trees(settings: Mapping[str, Any]) -> bool:
+        """Whether `siblings` of a drafter with these settings is above 1, as far as that is known without weights."""
+        return False
 
     def set_reference_answers(self, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> None:
         """Takes the answers to the prompts that come next, if `needs.reference_answer` says so. This is not timed.

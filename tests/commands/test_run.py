@@ -31,6 +31,8 @@ from tests.support.models import save_pair
 
 composed = partial(conf.composed, "bench")
 
+BLOCK = ["decoding=sample", "decoding.verification=block"]
+
 
 # -- names
 
@@ -67,6 +69,26 @@ def test_unknown_names(monkeypatch, capfd, arguments, message):
     assert code == 2 and out == ""
     assert err.startswith("error: ") and err.count("\n") == 1
     assert says(err, message)
+
+
+@pytest.mark.parametrize(
+    ("file", "arguments"),
+    [
+        ("pair/mine", ["pair=mine"]),
+        ("pair/mine", ["-m", "pair=tiny,mine"]),
+        ("pair/mine", ["pair=mine", "settings=published"]),
+        ("method/mine", ["method=mine"]),
+    ],
+)
+def test_a_file_that_is_no_yaml(monkeypatch, capfd, tmp_path, file, arguments):
+    path = tmp_path / "conf" / f"{file}.yaml"
+    path.parent.mkdir(parents=True)
+    path.write_text("name: mine\ntarget: [a\nother: 1\n")
+    monkeypatch.chdir(tmp_path)
+    code, _, err = run_main(monkeypatch, capfd, *arguments)
+    assert code == 2 and err == f"error: {path}, line 3: expected ',' or ']', but got ':'\n"
+    with pytest.raises(UserError, match="mine.yaml, line 3: "):
+        checks.check_command("bench", [f"{file.partition('/')[0]}=mine"])
 
 
 # -- values and combinations
@@ -120,6 +142,15 @@ def test_unknown_names(monkeypatch, capfd, arguments, message):
         (["method=kangaroo", "drafter=pld"], "kangaroo ... drafter=none ... method=ragged"),
         (["method=ragged", "drafter=mirror_sd"], "drafter mirror_sd cannot batch"),
         (["method=ragged", "drafter=ar_batch"], "drafter._target_ ... no Drafter"),
+        (["method=ragged", "drafter=swift", "drafter.memory=answer"], "swift ... drafter.memory=run"),
+        (
+            ["method=sps_tree", "settings=published", *BLOCK],
+            "block ... method sps_tree draws trees ... token",
+        ),
+        (
+            ["method=ragged", "drafter=samd", "drafter.auxiliary=sps", "drafter.corpus=here", *BLOCK],
+            "block ... drafter samd draws trees ... token",
+        ),
         (["method=exspec", "pool=4"], "pool=4 ... batch_size=8"),
         (["method=exspec", "+method.gamma=3"], "method exspec ... 'gamma'"),
         (["method=exspec", "+drafter.gamma=3"], "drafter sps ... 'gamma'"),
@@ -224,6 +255,13 @@ def test_a_folder_that_cannot_be_made(monkeypatch, capfd, place, argument, sweep
     assert err.startswith("error: ") and err.count("\n") == 1 and argument.partition("=")[2] in err
 
 
+@pytest.mark.parametrize("value", ["2026", "null"])
+@pytest.mark.parametrize("sweep", [[], ["-m"]])
+def test_a_place_of_runs_that_is_no_text(monkeypatch, capfd, sweep, value):
+    code, out, err = run_main(monkeypatch, capfd, *sweep, "method=ar", f"runs_root={value}")
+    assert (code, out, err) == (2, "", f"error: runs_root must be text, not {value}\n")
+
+
 def test_the_runner_without_a_configuration(monkeypatch, capfd, tmp_path):
     monkeypatch.setattr(sys, "argv", ["runner", str(tmp_path)])
     assert exit_code(runner.main) == 2
@@ -239,6 +277,17 @@ def test_sampling_needs_a_method_that_can(monkeypatch):
     checks.check_method(composed("method=pld"))
     with pytest.raises(UserError, match="pld .*sampl"):
         checks.check_method(composed("method=pld", "decoding=sample"))
+
+
+def test_what_seems_like_a_refused_combination_is_taken():
+    one_slot = ["method=ragged", "batch_size=1", "drafter=swift", "drafter.memory=answer"]
+    for overrides in (
+        one_slot,
+        ["method=swift", "method.memory=answer"],
+        ["method=ragged", "drafter=oracle", "drafter.cost_of=swift"],
+        ["method=samd", "method.auxiliary=sps", *BLOCK],
+    ):
+        checks.check_method(composed(*overrides))
 
 
 def test_part_given_by_hand():

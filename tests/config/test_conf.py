@@ -54,6 +54,20 @@ def test_defaults_follow_the_data_and_the_pair():
     assert resolved("data.max_new_tokens=7").decoding.max_new_tokens == 7
 
 
+@pytest.mark.parametrize(
+    ("data", "limit", "max_new_tokens"),
+    [
+        ("spec_bench", 3, 128),
+        ("jsonl", None, 1024),
+        ("speed_bench", None, 4096),
+        ("specttsbench", None, 15000),
+    ],
+)
+def test_limits_of_a_pair_are_for_spec_bench_alone(data, limit, max_new_tokens):
+    cfg = resolved("pair=smollm2-135m", f"data={data}")
+    assert (cfg.data.limit, cfg.decoding.max_new_tokens) == (limit, max_new_tokens)
+
+
 @pytest.mark.first_fast
 @pytest.mark.parametrize("path", sorted(CONF.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_entry_point_composes(path):
@@ -106,8 +120,11 @@ def test_a_pair_of_a_users_models_is_called_after_the_target():
 
 
 def test_a_pair_without_a_target_is_refused():
-    with pytest.raises(UserError, match=r"^pair local has no target: set pair\.target to a folder, "):
-        check(composed("bench", "pair=local"))
+    for more in ([], ["pair.init=expanded"]):
+        with pytest.raises(UserError, match=r"^pair local has no target: set pair\.target to a folder, "):
+            check(composed("bench", "pair=local", *more))
+    with pytest.raises(UserError, match=r"^pair\.target must be text or null, not 2026"):
+        check(composed("bench", "pair=local", "pair.target=2026", "pair.init=expanded"))
 
 
 def test_every_part_of_this_project_is_a_key_of_every_pair():

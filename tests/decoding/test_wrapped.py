@@ -22,7 +22,7 @@ def noted(name: str):
     return lambda self, *given: self.asked.append((name, *given)) or name
 
 
-# What is asked of a drafter, but for the two of its class, and for what follows from its own longest draft.
+# What is asked of a drafter, but for those of its class, and for what follows from its own longest draft.
 MEMBERS = {
     name: len(inspect.signature(member).parameters) - 1
     for name, member in vars(Drafter).items()

@@ -42,6 +42,24 @@ def folder(tmp_path):
     return str(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("settings", "draws"),
+    [
+        ({}, True),
+        ({"shape": [1, 1, 1]}, False),
+        ({"shape": [1, 1, 3], "max_draft_tokens": 2}, False),
+        ({"sampling": "independent", "shape": [2]}, True),
+        ({"sampling": "likeliest"}, False),
+        ({"tree": "counted"}, True),
+        ({"tree": "counted", "nodes": 2}, False),
+    ],
+)
+def test_whether_trees_are_drawn_is_known_without_weights(folder, settings, draws):
+    settings = settings | ({"tree": folder} if "tree" in settings else {})
+    assert DraftModelTree.draws_trees(settings) == draws
+    assert (DraftModelTree(random_pair("llama"), **settings).siblings > 1) == draws
+
+
 def node_paths(draft) -> list[list[int]]:
     """The tokens of the path to each node of a draft of one sequence."""
     found: list[list[int]] = []

@@ -388,6 +388,14 @@ def test_a_sample_does_not_depend_on_whether_others_copy():
     assert [one.tokens for one in together] == [one.tokens for one in alone]
 
 
+@pytest.mark.parametrize("with_corpus", [False, True])
+@pytest.mark.parametrize("auxiliary", AUXILIARIES)
+def test_whether_trees_are_drawn_is_known_without_weights(auxiliary, with_corpus, corpus):
+    settings = {"auxiliary": auxiliary, "corpus": corpus if with_corpus else None}
+    drafter = with_auxiliary(with_tokenizer("llama"), auxiliary, settings["corpus"])
+    assert SAMDecoding.draws_trees(settings) == (drafter.siblings > 1)
+
+
 @pytest.mark.parametrize("auxiliary", ["none", *AUXILIARIES])
 def test_a_name_gives_the_auxiliary_drafter_and_what_it_needs(auxiliary):
     for group in (["method=samd"], ["method=ragged", "drafter=samd"]):
