@@ -60,7 +60,7 @@ def overlap(rounds: pd.DataFrame) -> dict | None:
     return {
         "miss_rate": miss,
         "miss_rate_by_accepted": {str(n): float(share) for n, share in by_accepted.items()},
-        "hidden_share": max(0.0, 1 - waited / exposed_miss) if exposed_miss and waited is not None else None,
+        "hidden_share": 1 - waited / exposed_miss if exposed_miss and waited is not None else None,
         "exit_seconds": exit_seconds,
         "rest_seconds": rest,
         "overlapped_before_exit_seconds": before_exit,

@@ -181,7 +181,7 @@ def decisions(runs: Iterable[Run]) -> list[Decision]:
     settings: dict[tuple[str, ...], dict[str, Alternative]] = {}
     itself: dict[tuple[str, ...], list[Run]] = {}
     for run, differing in zip(runs, varied):
-        setting = setting_of(run.summary), *(str(run.summary.get(key)) for key in UNSAID)
+        setting = setting_key(run.summary)
         settings.setdefault(setting, {})
         if _is_plain(run.summary):
             if run.summary["baseline"]["quoted_against"] == ENGINE:  # else it is our loop beside generate
@@ -192,7 +192,7 @@ def decisions(runs: Iterable[Run]) -> list[Decision]:
         settings[setting].setdefault(label, Alternative(label)).runs.append(run)
     return [
         Decision(
-            _in_words(setting, settings),
+            in_words(setting, settings),
             sorted(of_it.values(), key=lambda one: -one.speedup),
             itself.get(setting, []),
         )
@@ -201,7 +201,12 @@ def decisions(runs: Iterable[Run]) -> list[Decision]:
     ]
 
 
-def _in_words(setting: tuple[str, ...], others: Iterable[tuple[str, ...]]) -> str:
+def setting_key(summary: dict, batches: bool = True) -> tuple[str, ...]:
+    """What tells settings apart: `setting_of`, and what may decide as well."""
+    return setting_of(summary, batches), *(str(summary.get(key)) for key in UNSAID)
+
+
+def in_words(setting: tuple[str, ...], others: Iterable[tuple[str, ...]]) -> str:
     """A setting in words, with what goes unsaid where another one differs in it alone."""
     alike = [other for other in others if other[0] == setting[0]]
     differing = [i for i in range(1, len(setting)) if len({other[i] for other in alike}) > 1]
@@ -218,7 +223,7 @@ def _is_plain(summary: dict) -> bool:
     drafts = summary["settings"] if summary["drafter"] is None else summary["drafter"] != "none"
     overall = summary["overall"]
     nothing = overall["acceptance_rate"] is None and summary.get("engine") is None
-    as_usual = overall["alignment_share"] is None and not summary["settings"].get("token_budget")
+    as_usual = not overall["alignment_share"] and not summary["settings"].get("token_budget")
     return nothing and as_usual and not drafts and not faults(summary)
 
 

@@ -51,12 +51,16 @@ def of_other_models(
     lines = [next(iter(sizes.values())) for sizes in by_label.values()]
     pretrained = _with(summaries, "pretrained")
     names = labels([*lines, *pretrained], without=OF_MODELS)
-    label_of = dict(zip(names, by_label))
+    labels_of: dict[str, list[str]] = {}
+    for name, label in zip(
+        names, by_label
+    ):  # lines of several expanded pairs may have one name without the pair
+        labels_of.setdefault(name, []).append(label)
     others: dict[str, dict[str, Mapping]] = {}
     for name, pair, summary in zip(names[len(lines) :], pair_names(pretrained), pretrained):
-        if name in label_of:
+        for label in labels_of.get(name, ()):
             dtype = "" if summary["dtype"] == "float32" else f", {summary['dtype']}"
-            others.setdefault(f"{pair}{dtype}", {})[label_of[name]] = summary
+            others.setdefault(f"{pair}{dtype}", {})[label] = summary
     return others
 
 

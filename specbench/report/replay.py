@@ -29,7 +29,7 @@ from specbench.measure.draft_length import Adaptive, Constant, Goodput, costs_by
 from specbench.measure.metrics.dataframes import steps_frame
 from specbench.measure.metrics.timing import ARMS
 from specbench.report.cells import NUMBER, PlainTable, console, number_text
-from specbench.report.decision import beside_length, draft_length, setting_of
+from specbench.report.decision import beside_length, draft_length, in_words, setting_key
 from specbench.report.runs import Run, as_text
 from specbench.report.tables import runs_of_command
 from specbench.system.errors import UserError, file_errors, one_line_errors
@@ -290,16 +290,17 @@ def replay_table(recorded: Sequence[Recorded], title: str) -> tuple[Table, str]:
 
 def groups(runs: Iterable[Run]) -> dict[str, list[Recorded]]:
     """The runs that can be replayed, by what they share but for their draft length."""
-    alike: dict[str, list[Recorded]] = {}
+    alike: dict[tuple[str, tuple[str, ...]], list[Recorded]] = {}
     for run in runs:
         summary = run.summary
         other = summary["unit"] == POOL or summary["temperature"] or summary["engine"] is not None
         if other or summary["overall"]["acceptance_rate"] is None or not (recorded := Recorded(run)).is_chain:
             continue
         words = ", ".join(as_text(beside_length(summary)))
-        name = f"{summary['method']}{f' ({words})' if words else ''}: {setting_of(summary)}"
-        alike.setdefault(name, []).append(recorded)
-    return alike
+        name = f"{summary['method']}{f' ({words})' if words else ''}"
+        alike.setdefault((name, setting_key(summary)), []).append(recorded)
+    settings = {setting for _, setting in alike}
+    return {f"{name}: {in_words(setting, settings)}": of_it for (name, setting), of_it in alike.items()}
 
 
 @one_line_errors()

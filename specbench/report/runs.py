@@ -498,7 +498,7 @@ def _means(summary: Mapping) -> dict[str, object]:
     if "kernels" in summary:
         means["kernels"] = f"torch's ({reason})" if (reason := summary["kernels"]) else "our own"
     if str(summary.get("device")).startswith("cuda"):  # one of several in a machine
-        means["processor"] = summary.get("processor")
+        means["machine.processor"] = summary.get("processor")
     return means | {key: summary[key] for key in ("compiled",) if key in summary}
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from specbench.config.spec import POOL
 from specbench.measure.metrics.statistics import verdict
 from specbench.report.cells import NUMBER, PlainTable, console, speedup_text
-from specbench.report.decision import batch_size, beside_length, draft_length, setting_of
+from specbench.report.decision import batch_size, beside_length, draft_length, in_words, setting_key
 from specbench.report.remarks import ONE_POOL, faults, is_one_pool
 from specbench.report.runs import DRAFT, Run, as_text
 from specbench.report.tables import runs_of_command
@@ -54,10 +54,15 @@ class Schedule:
 
     @property
     def ranges(self) -> list[list[int]]:
-        """The first and the last batch size of each range, and its draft length."""
+        """The first and the last batch size of each range, of which the first begins at 1, and its draft length."""
         sizes = list(self.lengths)
-        ends = [*(size - 1 for size in sizes[1:]), sizes[-1]]
-        return [[size, end, self.lengths[size]] for size, end in zip(sizes, ends)]
+        firsts, ends = [1, *sizes[1:]], [*(size - 1 for size in sizes[1:]), sizes[-1]]
+        return [[first, end, self.lengths[size]] for size, first, end in zip(sizes, firsts, ends)]
+
+    @property
+    def zeros(self) -> list[int]:
+        """Batch sizes at which no draft pays off."""
+        return [size for size, length in self.lengths.items() if not length]
 
     def vllm(self) -> dict:
         """Keys of vLLM's speculative config: ranges of batch sizes, both ends included."""
@@ -66,17 +71,18 @@ class Schedule:
             "num_speculative_tokens_per_batch_size": self.ranges,
         }
 
-    def tensorrt_llm(self) -> dict:
+    def tensorrt_llm(self) -> dict | str:
         """Keys of TensorRT-LLM's speculative config, as it reads them since its pull request 10860 (March 2026).
 
         A batch takes the length of the first key that is not smaller, and none above the largest key; the length of the
-        smallest key must be the largest one. Older versions take keys for the smallest batch of a length.
+        smallest key must be the largest one: why there are none, otherwise. Older versions take keys for the smallest
+        batch of a length.
         """
         first = self.lengths[min(self.lengths)]
-        return {
-            "max_draft_len": first,
-            "draft_len_schedule": {end: min(length, first) for _, end, length in self.ranges},
-        }
+        if max(self.lengths.values()) > first:
+            return "none, it cannot draft more tokens for larger batches"
+        schedule = {end: length for _, end, length in self.ranges}
+        return {"max_draft_len": first, "draft_len_schedule": schedule}
 
     def sglang(self) -> dict:
         """SGLang's adaptive config: the steps to choose from by batch size; it has no way to say 0."""
@@ -85,21 +91,23 @@ class Schedule:
 
 def schedules(runs: Iterable[Run]) -> list[Schedule]:
     """A schedule for each drafter, scheduler and setting of which several batch sizes, or lengths, were measured."""
-    measured: dict[tuple[str, ...], dict[str, list[Run]]] = {}
+    measured: dict[tuple[str, str, tuple[str, ...]], dict[str, list[Run]]] = {}
     for run in runs:
         summary = run.summary
         has_length = draft_length(summary) and summary["draft_length"] == CONSTANT
         if summary["overall"]["acceptance_rate"] is None or not has_length:
             continue  # nothing is drafted, or not with one length
         scheduling, drafting = _chosen(summary)
-        key = (summary["drafter"] or summary["method"], drafting, setting_of(summary, batches=False))
+        key = (summary["drafter"] or summary["method"], drafting, setting_key(summary, batches=False))
         measured.setdefault(key, {}).setdefault(scheduling, []).append(run)
     every = []
-    for (drafter, *words), by_scheduler in measured.items():
+    settings = {setting for *_, setting in measured}
+    for (drafter, drafting, setting), by_scheduler in measured.items():
         single = by_scheduler.pop("", [])  # a batch of one, whatever schedules larger ones
         for scheduling, of_it in (by_scheduler or {"": []}).items():
             if len(single + of_it) > 1:
-                every.append(_schedule(drafter, filter(None, (scheduling, *words)), single + of_it))
+                words = filter(None, (scheduling, drafting, in_words(setting, settings)))
+                every.append(_schedule(drafter, words, single + of_it))
     return every
 
 
@@ -170,10 +178,16 @@ def main() -> int:
             ("TensorRT-LLM, speculative_config", schedule.tensorrt_llm()),
             ("SGLang, --speculative-adaptive-config", schedule.sglang()),
         ):
+            text = form if isinstance(form, str) else json.dumps(form)
+            print(f"{engine}: {text if any(schedule.lengths.values()) else 'none, do not speculate'}")
+        if any(schedule.lengths.values()) and schedule.zeros:
             print(
-                f"{engine}: {json.dumps(form) if any(schedule.lengths.values()) else 'none, do not speculate'}"
+                f"SGLang cannot be told not to draft, as at batch size {', '.join(map(str, schedule.zeros))}."
             )
-        print(f"Larger batches than {max(schedule.lengths)} were not measured.\n")
+        smallest, largest = min(schedule.lengths), max(schedule.lengths)
+        if smallest > 1:
+            print(f"Smaller batches than {smallest} were not measured: they take its length.")
+        print(f"Larger batches than {largest} were not measured.\n")
     return 0
 
 

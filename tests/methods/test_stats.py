@@ -119,7 +119,8 @@ def test_work_on_branches_that_nobody_took_hides_nothing():
     assert hidden(0.0) == hidden(0.02) == pytest.approx(0.4)
     assert hidden(0.02, kinds[:1]) is None  # nothing was looked up
     assert hidden(0.02, kinds[:2]) is None  # nothing was missed: what a serial draft takes is not known
-    assert hidden(0.02, (kinds[0], (0, False, 0.01, 0.02))) == 0.0
+    longer = hidden(0.02, (kinds[0], (0, False, 0.01, 0.02)))
+    assert longer == pytest.approx(-1.0), "the target waited longer than a serial draft takes"
 
 
 def test_what_drafting_beside_the_target_gains_in_words():

@@ -209,6 +209,8 @@ def test_our_loop_beside_generate_is_no_baseline_against_itself():
     method = changed(run("sps", 1.2, 1.1, 1.3), baseline__quoted_against="hf_generate")
     assert "trust no speedup" not in one(a=slower, b=method).sentence
     assert "trust no speedup" in one(a=ours, b=run("sps", 1.2, 1.1, 1.3)).sentence
+    batch = changed(ours, overall__alignment_share=0.0)  # whose layout does not align
+    assert "trust no speedup" in one(a=batch, b=run("sps", 1.2, 1.1, 1.3)).sentence
     aligned = changed(ours, overall__alignment_share=0.1)
     assert "trust no speedup" not in one(a=aligned, b=run("sps", 1.2, 1.1, 1.3)).sentence
 

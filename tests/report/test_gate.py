@@ -126,6 +126,14 @@ def test_what_runs_computed_with_must_be_the_same(pair, change, says):
         assert gate.judge(runs, fail_below=0.97, allow=[*change])[0].verdict == "passed"
 
 
+def test_another_machine_may_have_another_gpu(pair):
+    gpu = {"device": "cuda:0", "processor": "H100"}
+    first, second = (replace(one, summary=one.summary | gpu) for one in pair(1.5))
+    runs = [first, replace(second, summary=second.summary | {"processor": "A100"})]
+    assert gate.judge(runs, fail_below=0.97)[0].reasons == ["machine.processor H100 against A100"]
+    assert gate.judge(runs, fail_below=0.97, allow=["machine"])[0].verdict == "passed"
+
+
 def test_a_run_that_was_named_and_has_no_numbers_stops_a_gate(pair, monkeypatch, capsys):
     """Else the one after it would be judged, or be what the others are judged by."""
     first, second = pair(1.5)

@@ -78,6 +78,12 @@ def test_a_point_has_the_settings_of_its_line():
     assert of_other_models(reals, lines) == {"real": {"sps, n=1": reals[0], "sps, n=2": reals[1]}}
 
 
+def test_a_model_is_a_point_of_the_lines_of_every_expanded_pair():
+    wide, deep = ([sized("sps", size, pair=pair) for size in (100, 400)] for pair in ("wide", "deep"))
+    lines, real = by_size([*wide, *deep]), sized("sps", 300) | REAL
+    assert len(lines) == 2 and of_other_models([real], lines) == {"real": dict.fromkeys(lines, real)}
+
+
 def test_other_models_are_drawn_beside_the_lines():
     line = [sized("sps", size, overall__speedup=speed) for size, speed in ((100, 1.2), (400, 1.8))]
     ends = {

@@ -277,6 +277,12 @@ def test_runs_of_other_draft_models_are_not_played_together():
     assert "draft=large" in list(found)[1]
 
 
+def test_runs_at_one_width_are_not_played_with_others():
+    found = groups([brief(4), brief(2, verify_width=16), brief(2)])
+    assert [[one.longest for one in group] for group in found.values()] == [[4, 2], [2]]
+    assert "verify_width=16" in list(found)[1]
+
+
 def test_without_such_runs_it_says_what_to_run(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr("sys.argv", ["specbench replay", str(tmp_path)])
     with pytest.raises(SystemExit) as left:

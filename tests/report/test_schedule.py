@@ -6,7 +6,7 @@ import pytest
 
 from specbench.report import schedule as module
 from specbench.report.schedule import schedule_table, schedules
-from tests.support.messages import shown
+from tests.support.messages import says, shown
 from tests.support.samples import SUMMARY, WRONG, batched, changed, runs_of
 
 
@@ -52,10 +52,15 @@ def test_where_nothing_gains_no_engine_gets_a_draft_of_no_tokens(monkeypatch, ca
     assert out.count("none, do not speculate") == 3 and "num_speculative_tokens" not in out
 
 
-def test_tensorrt_llm_drafts_the_most_at_the_smallest_batch():
-    (schedule,) = schedules(runs_of(a=run(1, 2, 1.4), b=run(4, 4, 1.5)))
-    assert schedule.lengths == {1: 2, 4: 4}
-    assert schedule.tensorrt_llm() == {"max_draft_len": 2, "draft_len_schedule": {3: 2, 4: 2}}
+def test_what_an_engine_cannot_be_told_is_said(monkeypatch, capsys):
+    runs = runs_of(a=run(2, 2, 0.8), b=run(4, 4, 1.5))
+    (schedule,) = schedules(runs)
+    assert schedule.ranges == [[1, 3, 0], [4, 4, 4]], "vLLM's begin at 1"
+    monkeypatch.setattr(module, "runs_of_command", lambda *_: runs)
+    assert module.main() == 0
+    out = capsys.readouterr().out
+    assert says(out, "TensorRT-LLM, speculative_config: none, ... more tokens for larger batches\n")
+    assert says(out, "SGLang cannot ... at batch size 2.\nSmaller batches than 2 were not measured")
 
 
 def test_a_fast_run_with_a_violation_is_not_taken():
@@ -77,6 +82,7 @@ def test_questions_are_batches_of_one_and_drafters_have_schedules_of_their_own()
         *({"draft": "large"}, {"method": "exspec"}, {"max_new_tokens": 512}),
         {"settings": {"drafter.max_draft_tokens": 4, "drafter.confidence_threshold": 0.4}},
         {"settings": {"drafter.max_draft_tokens": 4, "window": 8}},
+        *({"target": "/models/other"}, {"compiled": True}),
     ],
 )
 def test_other_settings_draft_models_and_schedulers_have_schedules_of_their_own(change):
