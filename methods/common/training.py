@@ -227,6 +227,14 @@ def check_like_layer(layer: int | None, target: StagedModel) -> None:
         )
 
 
+def begin_like(module: torch.nn.Module, other: torch.nn.Module) -> bool:
+    """Copies all weights of another module, if those of both have the same names and shapes; whether they have."""
+    shapes, others = ({name: w.shape for name, w in m.state_dict().items()} for m in (module, other))
+    if shapes == others:
+        module.load_state_dict(other.state_dict())
+    return shapes == others
+
+
 def layers_of(cfg: DictConfig) -> list[int]:
     """The layers of the target that a draft model begins as."""
     return list(range(cfg.layers)) if isinstance(cfg.layers, int) else list(cfg.layers)

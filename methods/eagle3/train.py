@@ -152,12 +152,16 @@ def _begin_like(midlayer: Any, layer: Any) -> None:
 
 
 def _has_biases(layer: Any) -> bool:
-    """Whether a layer's attention has biases. Raises UserError where `_begin_like` cannot read it."""
+    """Whether a layer's attention has biases. Raises UserError where `_begin_like` cannot follow it."""
     attention = getattr(layer, "self_attn", None)
-    parts: list[Any] = [getattr(attention, f"{name}_proj", None) for name in "qvo"]
-    if None in (*parts, getattr(layer, "input_layernorm", None)):
+    parts = {} if attention is None else dict(attention.named_parameters())
+    biases = {f"{name}_proj.bias" for name in "qkvo"}
+    # A norm of queries and keys, too, decides what it attends to.
+    if parts.keys() - biases != {f"{name}_proj.weight" for name in "qkvo"} or not hasattr(
+        layer, "input_layernorm"
+    ):
         raise UserError("this target's attention is not built like a Llama's: set like_layer=null")
-    return any(part.bias is not None for part in parts)
+    return bool(parts.keys() & biases)
 
 
 VOCABULARY = {"draft_vocab": Count, "like_layer": Annotated[int, Range(0)] | None}

@@ -3,7 +3,8 @@
 Cross-entropy of each head against the target's own distribution of the token that it guesses, given the true tokens in
 between; all heads weigh the same (the authors' recipe for Hydra++). Unlike in the authors' script the loss counts the
 tokens that the assistant says by the token that is guessed, nothing is dropped out, every head begins as the best
-linear estimate of the state that its token comes from, and the prefix layer as the target's last one. Heads share the
+linear estimate of the state that its token comes from, and the prefix layer as the target's last one, if that has its
+form. Heads share the
 target's output matrix, unless `own_output` gives each one of its own. At the end a tree is made of the ranks at which
 the heads, given the true tokens in between, had the right ones: the most frequent paths.
 """
@@ -21,6 +22,7 @@ from methods.common.losses import ALL, Head, Loss
 from methods.common.training import (
     SETTINGS,
     batches_on,
+    begin_like,
     check_length,
     layer_sizes,
     least_squares,
@@ -51,7 +53,7 @@ def fresh_heads(
     layers: int,
     prefix: bool,
     own_output: bool,
-) -> Heads:
+) -> tuple[Heads, str]:
     """Heads to train, each of which says what the target's own head says of the state in front.
 
     Args:
@@ -60,6 +62,9 @@ def fresh_heads(
         layers: blocks of each.
         prefix: whether there is a prefix layer.
         own_output: whether each head has an output matrix.
+
+    Returns:
+        The heads, and what their prefix layer begins as.
     """
     from transformers import LlamaConfig  # late: it takes seconds to import
 
@@ -76,9 +81,7 @@ def fresh_heads(
     for output in cast("list[torch.nn.Linear]", fresh.output or []):
         output.weight.copy_(target.lm_head.weight)
         output.bias.zero_() if target.lm_head.bias is None else output.bias.copy_(target.lm_head.bias)
-    if fresh.prefix is not None:
-        _begin(fresh.prefix, target)
-    return fresh
+    return fresh, "" if fresh.prefix is None else _begin(fresh.prefix, target)
 
 
 @torch.no_grad()
@@ -104,19 +107,18 @@ def inputs_of(target: StagedModel, batch: Batch, states: torch.Tensor, i: int) -
     return torch.cat([states[:, :n], *(embedded[:, 1 + j : 1 + j + n] for j in range(1 + i))], dim=-1)
 
 
-def _begin(prefix: PrefixLayer, target: StagedModel) -> None:
-    """Makes the prefix layer that of the target's last layer, as far as it has that form, but for what it adds.
+def _begin(prefix: PrefixLayer, target: StagedModel) -> str:
+    """Makes the prefix layer that of the target's last layer, if it has that form, and says what it is now.
 
     It adds nothing yet, and its norm gives the target's states but for their lengths, which become their mean one.
     """
     layer, last = cast("Any", prefix.layers[0]), cast("Any", target.layers[-1])
-    shapes, others = ({k: v.shape for k, v in m.state_dict().items()} for m in (layer, last))
-    if shapes == others:
-        layer.load_state_dict(last.state_dict())
+    is_like = begin_like(layer, last)
     layer.self_attn.o_proj.weight.zero_()
     layer.mlp.down_proj.weight.zero_()
     weight = cast("torch.Tensor", target.norm.weight)
     prefix.norm.weight.fill_(weight.float().square().mean().sqrt().item())
+    return "a silent copy of the target's last layer" if is_like else "a silent layer of random weights"
 
 
 class Distillation(HeadDistillation):
@@ -147,13 +149,10 @@ def train(cfg: DictConfig) -> Path:
 
     pair = target_pair(cfg)
     target = pair.staged
-    heads = fresh_heads(target, cfg.heads, cfg.layers, cfg.prefix, cfg.own_output)
+    heads, prefix = fresh_heads(target, cfg.heads, cfg.layers, cfg.prefix, cfg.own_output)
     fit(heads, target, batches_on(cfg, pair))
     module = Distillation(heads, target, Loss.of(cfg))
-    begins = (
-        "heads that fit the state of their token by least squares"
-        + cfg.prefix * ", a silent copy of the target's last layer"
-    )
+    begins = "heads that fit the state of their token by least squares" + cfg.prefix * f", {prefix}"
     return train_heads(module, cfg, pair, partial(save_heads, heads), begins)
 
 

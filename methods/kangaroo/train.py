@@ -19,6 +19,7 @@ from methods.common.training import (
     SETTINGS,
     agreement,
     attention_sizes,
+    begin_like,
     check_like_layer,
     predicting,
     target_pair,
@@ -28,6 +29,7 @@ from methods.common.training import (
 )
 from specbench.config.compose import program
 from specbench.decoding.state import NORMED
+from specbench.system.errors import UserError
 from specbench.system.settings import Count, Range
 
 if TYPE_CHECKING:
@@ -41,12 +43,15 @@ if TYPE_CHECKING:
 
 
 @torch.no_grad()
-def fresh_adapter(target: StagedModel, like_layer: int) -> Adapter:
+def fresh_adapter(target: StagedModel, like_layer: int) -> tuple[Adapter, bool]:
     """An adapter to train: the attention of one of the target's own layers, if it has that form, and its final norm.
 
     The authors begin with norms of 1 and random attention; from here far fewer steps are needed. Where the layer's
-    attention has another form (shared key heads, biases), the adapter begins as a plain early exit instead: an
+    attention has another form (shared key heads, biases, norms), the adapter begins as a plain early exit instead: an
     attention that adds nothing yet.
+
+    Returns:
+        The adapter, and whether its attention is the layer's.
     """
     from transformers import LlamaConfig  # late: it takes seconds to import
 
@@ -58,13 +63,12 @@ def fresh_adapter(target: StagedModel, like_layer: int) -> Adapter:
     adapter = Adapter(config).to(target.device)
     adapter.norm.weight.copy_(cast("torch.Tensor", target.norm.weight))
     block, layer = cast("AdapterLayer", adapter.layers[0]), cast("Any", target.layers[like_layer])
-    shapes, others = ({k: v.shape for k, v in m.self_attn.state_dict().items()} for m in (block, layer))
-    if shapes == others:
-        block.self_attn.load_state_dict(layer.self_attn.state_dict())
+    is_like = begin_like(block.self_attn, layer.self_attn)
+    if is_like:
         block.input_layernorm.load_state_dict(layer.input_layernorm.state_dict())
     else:
         block.self_attn.o_proj.weight.zero_()
-    return adapter
+    return adapter, is_like
 
 
 class Distillation(torch.nn.Module):
@@ -110,13 +114,20 @@ def train(cfg: DictConfig) -> Path:
     exit_layer = check_exit_layer(cfg.exit_layer, len(target.layers))
     check_like_layer(cfg.like_layer, target)
     like_layer = exit_layer if cfg.like_layer is None else cfg.like_layer
-    adapter = fresh_adapter(target, like_layer)
+    adapter, is_like = fresh_adapter(target, like_layer)
+    if cfg.like_layer is not None and not is_like:
+        raise UserError(
+            "this target's attention has another form than an adapter's (shared key heads, biases or norms): "
+            "set like_layer=null"
+        )
     module = Distillation(adapter, target, exit_layer, Loss.of(cfg))
 
     def evaluate(held_out: list[Batch]) -> dict[str, float]:
         return {"held_out_agreement": agreement(module.choices, held_out)}
 
-    begins = f"attention of the target's layer {like_layer}, its final norm"
+    begins = "random attention that adds nothing yet, the target's final norm"
+    if is_like:
+        begins = f"attention of the target's layer {like_layer}, its final norm"
     save = partial(save_adapter, adapter, exit_layer=exit_layer)
     return train_part(module, evaluate, save, cfg, pair, begins)
 

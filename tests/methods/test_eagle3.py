@@ -410,8 +410,9 @@ def test_what_is_trained_drafts_the_same_when_loaded(tmp_path):
 
 
 def test_a_layer_that_it_cannot_begin_like_is_refused_and_biases_are_told():
-    with pytest.raises(UserError, match="not built like a Llama's: set like_layer=null"):
-        _has_biases(StagedModel(random_pair("opt").target).layers[0])
+    for arch in ("opt", "qwen3"):  # other names, and norms of queries and keys
+        with pytest.raises(UserError, match="not built like a Llama's: set like_layer=null"):
+            _has_biases(StagedModel(random_pair(arch).target).layers[0])
     biased = [_has_biases(StagedModel(random_pair(arch).target).layers[0]) for arch in ("llama", "qwen2")]
     assert biased == [False, True]
 

@@ -42,7 +42,7 @@ def test_fresh_heads_say_what_the_target_says():
     target = StagedModel(random_pair("llama").target)
     states, tokens = torch.randn(2, 5, 64), torch.randn(2, 5, 64 * 2)
     for prefix in (False, True):
-        heads = fresh_heads(target, 2, 4, prefix, True)
+        heads, _ = fresh_heads(target, 2, 4, prefix, True)
         assert torch.equal(heads(0, torch.cat([states, tokens[..., :64]], -1)), states)
         assert torch.equal(heads(1, torch.cat([states, tokens], -1)), states)
         assert torch.equal(heads.output[1](states), target.lm_head(states))
@@ -55,6 +55,17 @@ def test_fresh_heads_say_what_the_target_says():
     torch.testing.assert_close(
         passed.square().mean().sqrt(), weight.square().mean().sqrt(), rtol=1e-3, atol=0
     )
+
+
+@pytest.mark.parametrize(
+    ("arch", "begins"), [("llama", "a silent copy of"), ("qwen3", "a silent layer of random")]
+)
+def test_a_prefix_layer_says_what_it_begins_as(arch, begins):
+    target = StagedModel(random_pair(arch).target)
+    heads, says = fresh_heads(target, 2, 1, True, False)
+    assert says.startswith(begins)
+    same = torch.equal(heads.prefix.layers[0].mlp.up_proj.weight, target.layers[-1].mlp.up_proj.weight)
+    assert same == (arch == "llama")
 
 
 def test_blocks_by_hand(folder):

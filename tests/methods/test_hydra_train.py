@@ -26,7 +26,7 @@ from tests.support.training import training_settings, training_workplace
 def test_fitted_heads_estimate_their_states(prefix):
     target, ids = StagedModel(random_pair("llama").target), torch.randint(0, 60, (8, 64))
     batch = {"input_ids": ids, "loss_weight": torch.ones(ids.shape)}
-    heads = fresh_heads(target, 2, 1, prefix, False)
+    heads, _ = fresh_heads(target, 2, 1, prefix, False)
     states = finals_of(target, ids)
 
     def errors() -> list[float]:

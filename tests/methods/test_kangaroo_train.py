@@ -65,7 +65,7 @@ def test_training_learns_and_a_stopped_one_goes_on_to_the_same_adapter(workplace
     held_out = list(islice(batches(cfg, pair, held_out=True), 2))
     trained = load_adapter(whole, pair.target.config, "cpu", torch.float32)
     torch.manual_seed(0)
-    fresh = kangaroo_train.fresh_adapter(target, 2)
+    fresh, _ = kangaroo_train.fresh_adapter(target, 2)
     modules = [kangaroo_train.Distillation(adapter, target, 2) for adapter in (fresh, trained)]
     score = [agreement(module.choices, held_out) for module in modules]
     assert score[1] > score[0] + 0.3
@@ -86,8 +86,8 @@ def test_training_learns_and_a_stopped_one_goes_on_to_the_same_adapter(workplace
 def test_an_adapter_begins_like_a_layer_of_its_target_where_it_can():
     for heads, same in ((4, True), (2, False)):
         target = StagedModel(random_pair("llama", num_key_value_heads=heads).target)
-        adapter = kangaroo_train.fresh_adapter(target, 3)
+        adapter, is_like = kangaroo_train.fresh_adapter(target, 3)
         attention = adapter.layers[0].self_attn
-        assert torch.equal(adapter.norm.weight, target.norm.weight)
+        assert torch.equal(adapter.norm.weight, target.norm.weight) and is_like == same
         assert torch.equal(attention.q_proj.weight, target.layers[3].self_attn.q_proj.weight) == same
         assert (attention.o_proj.weight == 0).all() == (not same)

@@ -306,7 +306,7 @@ def test_a_training_goes_on_with_the_states_that_it_began_with(workplace, folder
     monkeypatch.undo()
     fewer = states.write(settings(workplace, tmp_path / "fewer", "top=3"))
     for other in ("null", fewer):
-        with pytest.raises(UserError, match="holds a training with states="):
+        with pytest.raises(UserError, match="holds a training with states"):
             kangaroo_train.train(trainer(other))
     moved = shutil.copytree(folder, tmp_path / "moved")
     record = read_json(kangaroo_train.train(trainer(moved)) / RECORD)
@@ -358,7 +358,7 @@ def test_a_training_on_stored_states_learns_the_same(workplace, tmp_path, monkey
         record = json.loads((out / RECORD).read_text())
         agreements.append(record["held_out_agreement"])
         assert record["tokens_in_all"] == record["tokens"] and record["earlier"] == []
-        assert record["begins"].startswith("attention of the target's layer 2")
+        assert record["begins"].startswith("random attention")  # its key heads are shared
     assert agreements[0] == pytest.approx(agreements[2], abs=0.1)
     assert agreements[1] == pytest.approx(agreements[2], abs=0.1)
 

@@ -341,6 +341,13 @@ def test_a_layer_that_the_target_lacks_is_one_line(workplace, tmp_path, name, tr
         trainer.train(cfg)
 
 
+def test_a_layer_that_an_adapter_cannot_begin_like_is_one_line(workplace, tmp_path):
+    """The target's heads share keys."""
+    cfg = training_settings("train_kangaroo", workplace, tmp_path / "out", "like_layer=2")
+    with pytest.raises(UserError, match="has another form than an adapter's .*: set like_layer=null"):
+        kangaroo_train.train(cfg)
+
+
 @pytest.mark.process
 def test_a_trainer_tells_in_one_line(workplace, tmp_path):
     arguments = training_overrides(workplace, tmp_path / "out", "steps=0")
@@ -394,12 +401,12 @@ LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}
 def test_a_drafting_layer_turns_as_its_target_does(arch, settings, base, factor):
     """And has its heads and eps, whichever trainer makes it; an adapter has keys for each query head."""
     target = StagedModel(random_model(arch, 0, **settings))
-    theirs, adapter = target.config, kangaroo_train.fresh_adapter(target, 1)
+    theirs, (adapter, _) = target.config, kangaroo_train.fresh_adapter(target, 1)
     models = [
         adapter,
         eagle_train.fresh_model(target),
         fresh_eagle3(target, torch.arange(8)),
-        hydra_train.fresh_heads(target, 2, 1, True, False).prefix,
+        hydra_train.fresh_heads(target, 2, 1, True, False)[0].prefix,
         fresh_mtp(target),
         fresh_blocks(settings_of("independent"), target, MASK),
     ]
@@ -416,7 +423,7 @@ def test_a_drafting_layer_turns_as_its_target_does(arch, settings, base, factor)
 
 def test_an_adapter_turns_the_same_when_loaded(tmp_path):
     target = StagedModel(random_model("llama", 0, rope_parameters=LINEAR))
-    adapter = kangaroo_train.fresh_adapter(target, 1)
+    adapter, _ = kangaroo_train.fresh_adapter(target, 1)
     save_adapter(adapter, tmp_path, torch.float32, exit_layer=1)
     loaded = load_adapter(tmp_path, target.config, torch.device("cpu"), torch.float32)
     assert torch.equal(loaded.rotary.inv_freq, adapter.rotary.inv_freq)

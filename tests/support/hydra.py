@@ -21,7 +21,7 @@ KINDS = {"hydra": (False, False), "hydra++": (True, False), "hydra++, own heads"
 def heads_for(pair, prefix: bool, own: bool = False, layers: int = 3, noise: float = 0.05) -> Heads:
     """Heads that begin as the trainer's do, with noise on every weight."""
     torch.manual_seed(3)
-    heads = fresh_heads(StagedModel(pair.target), 3, layers, prefix, own)
+    heads, _ = fresh_heads(StagedModel(pair.target), 3, layers, prefix, own)
     with torch.no_grad():
         for parameter in heads.parameters():
             parameter.add_(noise * torch.randn_like(parameter))
