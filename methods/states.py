@@ -162,9 +162,10 @@ def _write(cfg: DictConfig) -> Path:
         raise UserError("a pair's own text does not end: say how much of it with tokens=1000000")
     pair = load_pair(training_pair(cfg.pair), cfg.seed, with_draft=False)
     layers = pair.target.config.get_text_config().num_hidden_layers
-    if wrong := [tap for tap in cfg.taps if not NORMED <= tap <= layers]:
+    # What transformers gives after the last layer is normed already.
+    if wrong := [tap for tap in cfg.taps if not NORMED <= tap < layers]:
         raise UserError(
-            f"taps holds {wrong[0]}, and the target has the depths 0 to {layers}, and -1 after its norm"
+            f"taps holds {wrong[0]}, and the target has the depths 0 to {layers - 1}, and -1 after its norm"
         )
     out = make_folder(Path(cfg.out))
     wanted = facts(cfg, pair) | {

@@ -318,9 +318,11 @@ def test_a_training_goes_on_with_the_states_that_it_began_with(workplace, folder
     assert record["questions"] == read_json(folder / states.RECORD)["questions"] and record["left_out"] == 0
 
 
-def test_a_depth_that_is_none_is_one_line(workplace, tmp_path):
-    with pytest.raises(UserError, match="taps holds 99, and the target has the depths 0 to 4"):
-        states.write(settings(workplace, tmp_path / "again", "taps=[1,99]"))
+@pytest.mark.parametrize("tap", [4, -2])
+def test_a_depth_that_is_none_is_one_line(workplace, tmp_path, tap):
+    """Depth 4 would be the states after the last layer, which transformers gives after the norm alone."""
+    with pytest.raises(UserError, match=f"taps holds {tap}, and the target has the depths 0 to 3"):
+        states.write(settings(workplace, tmp_path / "again", f"taps=[1,{tap}]"))
 
 
 def test_prompts_must_weigh_less_than_answers(workplace, tmp_path):
