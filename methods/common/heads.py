@@ -74,19 +74,26 @@ class DraftHead:
         logits: torch.Tensor,
         decoding: SamplingParams,
         uniforms: torch.Tensor | None,
+        candidates: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Chooses draft tokens.
 
         Args:
-            logits: [n, rows] of this head.
+            logits: [n, rows] of this head; or those of the candidates.
             decoding: how tokens are chosen.
             uniforms: to draw with, as in `SamplingParams.select`.
+            candidates: [n, count] the only rows that are chosen among, in ascending order; None: all.
 
         Returns:
             Token ids [n] of the target and, when sampling, the distributions [n, rows] they were drawn from.
         """
         rows, probs = decoding.select(logits, uniforms)
-        return self.ids(rows if uniforms is None else drawable(rows)), probs
+        rows = rows if uniforms is None else drawable(rows)
+        if candidates is not None:
+            rows = candidates.gather(1, rows.unsqueeze(1)).squeeze(1)
+            if probs is not None:
+                probs = probs.new_zeros(len(probs), self.rows).scatter(1, candidates, probs)
+        return self.ids(rows), probs
 
     def spread(self, probs: list[torch.Tensor | None]) -> torch.Tensor | None:
         """Probabilities of a draft over the target's vocabulary.
@@ -144,7 +151,11 @@ def chosen_at_once(head: DraftHead, logits: torch.Tensor, batch: Batch) -> list[
 
 
 def chosen_in_turn(
-    head: DraftHead, batch: Batch, k: int, after: Callable[[int, torch.Tensor], torch.Tensor]
+    head: DraftHead,
+    batch: Batch,
+    k: int,
+    after: Callable[[int, torch.Tensor], torch.Tensor],
+    candidates: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     """Chooses tokens of drafts one after the other, each place's logits corrected by the token in front.
 
@@ -152,7 +163,8 @@ def chosen_in_turn(
         head: as in `chosen_at_once`.
         batch: the running sequences.
         k: draft length.
-        after: of a place, from 0 on, and the tokens [b] in front of it: its logits [b, rows].
+        after: of a place, from 0 on, and the tokens [b] in front of it: its logits, as `DraftHead.choose` takes them.
+        candidates: [b, k, count] of each place, as there.
 
     Returns:
         As `chosen_at_once`.
@@ -160,7 +172,8 @@ def chosen_in_turn(
     head.begin(batch)
     chosen, token = [], batch.last_tokens(1)[:, 0]
     for j in range(k):
-        token, probs = head.choose(after(j, token), batch.decoding, batch.draws(j))
+        among = None if candidates is None else candidates[:, j]
+        token, probs = head.choose(after(j, token), batch.decoding, batch.draws(j), among)
         chosen.append((token, probs))
     tokens, spread = torch.stack([some for some, _ in chosen], dim=1), head.spread([q for _, q in chosen])
     return [tokens] if spread is None else [tokens, spread]

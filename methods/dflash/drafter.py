@@ -14,6 +14,7 @@ import torch
 from methods.common.dynamic_trees import candidate_children, tree_of_marginals
 from methods.common.heads import chosen_at_once, chosen_in_turn, layers_head
 from methods.common.layer_cache import LayerCache
+from methods.common.rank_trees import likeliest_ids
 from methods.dflash.kinds import INDEPENDENT, MARKOV, METHODS, SELECTOR
 from specbench.decoding.cpu.packed_linear import packed_linear
 from specbench.decoding.drafter import Drafter, Needs
@@ -255,16 +256,16 @@ class DFlash2(BlockDrafter):
         def filled(batch: Batch) -> list[torch.Tensor]:
             states = self._states(batch, k)
             logits = self.head.logits(states)
-            likeliest, rows = logits.topk(count)
+            rows = likeliest_ids(logits, count).sort(-1).values
+            likeliest = logits.gather(-1, rows)
             projected = selector.hidden_projection(states)
             successors = selector.successor_codebook[self.head.ids(rows)]
 
             def among(j: int, before: torch.Tensor) -> torch.Tensor:
                 scores = likeliest[:, j] + selector.scores(projected[:, j], before, successors[:, j])
-                never = torch.full_like(logits[:, j], -torch.inf)
-                return never.scatter(1, rows[:, j], scores.to(logits.dtype))
+                return scores.to(logits.dtype)
 
-            return chosen_in_turn(self.head, batch, k, among)
+            return chosen_in_turn(self.head, batch, k, among, rows)
 
         drafted = self._layers.run(batch, ("draft", k), filled, entries=self._places)
         return Draft(*drafted, bytes_read=self._bytes)

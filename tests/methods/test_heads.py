@@ -12,6 +12,7 @@ from methods.kangaroo.adapter import adapter_config
 from methods.s2d import SortedDraft
 from methods.sps import SpeculativeSampling
 from specbench.decoding.model.staged_model import StagedModel
+from specbench.decoding.sampling import SamplingParams
 from specbench.system.errors import UserError
 from tests.support.methods import drafts, saved_adapter, sorted_pair, trimmed
 
@@ -52,6 +53,23 @@ def test_nothing_outside_the_kept_tokens_is_drafted(method, tmp_path):
         assert probs.shape == (len(tokens), vocab)
         assert (probs[:, outside] == 0).all()
         torch.testing.assert_close(probs.sum(-1), torch.ones(len(tokens)))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("kept", [None, [2, 3, 5, 7, 11, 13, 17, 29, 31, 60]])
+def test_among_candidates_it_chooses_as_where_no_other_token_is_possible(kept, temperature):
+    pair = sorted_pair("llama")
+    model = StagedModel(pair.draft)
+    head = DraftHead(model, model.vocab_size, None if kept is None else torch.tensor(kept))
+    torch.manual_seed(0)
+    candidates = torch.stack([torch.randperm(head.rows)[:6].sort().values for _ in range(200)])
+    scores = torch.randn(200, 6).round()  # several are equally likely
+    alone = torch.full((200, head.rows), -torch.inf).scatter(1, candidates, scores)
+    decoding, uniforms = SamplingParams(1, temperature), torch.rand(200) if temperature else None
+    tokens, probs = head.choose(scores, decoding, uniforms, candidates)
+    others, other_probs = head.choose(alone, decoding, uniforms)
+    assert torch.equal(tokens, others) and len(tokens.unique()) > 5
+    torch.testing.assert_close(probs, other_probs)
 
 
 def test_the_rows_are_copies_and_the_embedding_stays_whole():
