@@ -10,7 +10,7 @@ import json
 import math
 import sys
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +20,8 @@ from jinja2 import TemplateError
 from scipy import stats
 
 from specbench.decoding.stop import truncate_at_stop
-from specbench.measure.likelihood import BLOCK, of_logits, token_logprobs, with_stop
-from specbench.measure.metrics.engine import standard_errors
+from specbench.measure.likelihood import BLOCK, Likelihood, of_logits, token_logprobs, with_stop
+from specbench.measure.metrics.engine import errors_of
 from specbench.measure.metrics.metrics import VERDICTS
 from specbench.measure.numeric_noise import ENGINE_NOISE, forced_logits, shape_noise
 from specbench.system.errors import UserError
@@ -161,9 +161,7 @@ class Judged:
         margins: [n] how much better its best token is than the answer's, in logits, at each place.
         best: [n + 1] its best tokens, also after the last.
         end_margin: how much better its best token is than the best stop token after the last, in logits.
-        surprise: sum over the places of log p of the answer's token and of the entropy: 0 on average, if it is drawn.
-        variance: of that sum.
-        third: its third central moment.
+        likely: how likely what was drawn for it is, its end included.
         logprob: sum of log p.
         room: tokens of an answer that the context has room for.
         logprob_error: mean distance of the engine's own log p from the referee's; None: it gave none.
@@ -173,9 +171,7 @@ class Judged:
     margins: np.ndarray
     best: list[int]
     end_margin: float
-    surprise: float
-    variance: float
-    third: float
+    likely: Likelihood
     logprob: float
     logprob_error: float | None
     room: int
@@ -198,12 +194,13 @@ class Referee:
         self.pair, self.temperature = pair, temperature
         self.target: StagedModel = pair.staged
 
-    def judge(self, answer: Answered, cap: int | None = None) -> Judged:
+    def judge(self, answer: Answered, cap: int | None = None, noise: float = 0.0) -> Judged:
         """Feeds an answer to the target.
 
         Args:
             answer: of an engine.
             cap: tokens of it at most, where it does not say.
+            noise: as in `of_logits`.
         """
         tokens, device = answer.tokens, self.target.device
         # A token more, whose logits say what would have followed.
@@ -215,7 +212,7 @@ class Referee:
         end_margin = (highest[-1] - logits[-1, stops].max()).item() if len(stops) else math.inf
         room = self.pair.context_length - len(answer.prompt)
         drawn = with_stop(tokens, limit_of(answer, cap, room), self.pair.stop_ids, logits[-1])
-        likely = of_logits(logits[: len(drawn)], drawn, self.temperature)
+        likely = of_logits(logits[: len(drawn)], drawn, self.temperature, noise)
         of_answer = likely if drawn is tokens else of_logits(logits[:-1], tokens, self.temperature)
         error = None
         if answer.logprobs is not None and tokens:
@@ -227,9 +224,7 @@ class Referee:
             margins.cpu().numpy(),
             best.tolist(),
             end_margin,
-            likely.surprise,
-            likely.variance,
-            likely.third,
+            likely,
             of_answer.logprob,
             error,
             room,
@@ -307,10 +302,7 @@ class Arm:
     @property
     def surprise(self) -> float:
         """How many standard errors the tokens are less likely than drawn ones (negative), or likelier."""
-        surprise = sum(one.surprise for one in self.judged)
-        return standard_errors(
-            surprise, sum(one.variance for one in self.judged), sum(one.third for one in self.judged)
-        )
+        return errors_of([asdict(one.likely) for one in self.judged])
 
     @property
     def logprob_error(self) -> float | None:
@@ -358,12 +350,15 @@ def arms_of(
     everything = [answer for answers in answers_by_arm.values() for answer in answers]
     if cap is None:
         cap = max(1, *(len(answer.tokens) for answer in everything))
-    judged = {name: [referee.judge(a, cap) for a in answers] for name, answers in answers_by_arm.items()}
     bound = referee.noise(everything) if tolerance is None else tolerance
+    drawn = referee.temperature > 0
+    blur = bound if drawn and referee.target.dtype != torch.float32 else 0.0  # as in a run
+    judged = {
+        name: [referee.judge(a, cap, blur) for a in answers] for name, answers in answers_by_arm.items()
+    }
     stop_ids = referee.pair.stop_ids
     if tolerance is None and len(judged) > 1 and referee.temperature == 0.0:
         bound = max(bound, largest_rounding(next(iter(judged.values()))))
-    drawn = referee.temperature > 0
     return [Arm(name, ones, bound, stop_ids, cap, drawn) for name, ones in judged.items()]
 
 

@@ -8,6 +8,8 @@ from functools import cached_property
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
+import torch
+
 from specbench.config.spec import POOL
 from specbench.decoding.sampling import TARGET, position_draws
 from specbench.decoding.stop import truncate_at_stop
@@ -27,8 +29,6 @@ from specbench.measure.numeric_noise import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
-
-    import torch
 
     from specbench.decoding.state import Request
     from specbench.decoding.trace import Generation
@@ -183,11 +183,11 @@ class Certifier:
 
     def likelihood(self, request: Request, tokens: list[int]) -> Likelihood:
         """How likely the target finds an answer that was drawn."""
-        decoding = request.decoding
-        stop_ids = self.setup.pair.stop_ids
-        return likelihood(
-            self.setup.target, request.prompt, tokens, decoding.temperature, decoding.max_new_tokens, stop_ids
-        )
+        target, decoding, stop_ids = self.setup.target, request.decoding, self.setup.pair.stop_ids
+        # What float32 rounds is nothing beside a temperature.
+        noise = 0.0 if target.dtype == torch.float32 else self._noise_of_shapes
+        limit = decoding.max_new_tokens
+        return likelihood(target, request.prompt, tokens, decoding.temperature, limit, stop_ids, noise)
 
     def noise(self, arm: str) -> float:
         """The rounding noise in logits between an arm and the reference, on its answers to the warm-up questions.

@@ -2,6 +2,9 @@
 
 For a token x that is drawn from probabilities p, log p(x) plus the entropy of p is 0 on average, and its variance is
 known. Summed over many tokens it tells answers that are not the target's, without equal random numbers.
+
+Whoever drew them computed logits in passes of other shapes, which round otherwise, in half precision far enough to
+matter at low temperatures. What the sum may be is therefore also worked out for distributions blurred by that much.
 """
 
 from __future__ import annotations
@@ -20,6 +23,10 @@ if TYPE_CHECKING:
 
 BLOCK = 32  # tokens that the target is fed at a time
 LEAST = -1e3  # log p of a token that is never drawn, whose share of a moment is 0
+BLURS = 8  # roundings at random whose distributions are averaged
+# Standard deviation of a logit / the rounding noise, which is twice the largest of some hundred changes of the distance
+# of two: at least as much as what is seen.
+DEVIATION = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +39,9 @@ class Likelihood:
         surprise: sum of log p and of the entropy: 0 on average, if they are drawn.
         variance: of that sum.
         third: its third central moment, which is below 0: what is unlikely is far off.
+        blurred_surprise: what that sum is on average, if they are drawn from distributions blurred by rounding.
+        blurred_variance: of the sum then.
+        blurred_third: likewise.
     """
 
     tokens: int
@@ -39,6 +49,9 @@ class Likelihood:
     surprise: float
     variance: float
     third: float
+    blurred_surprise: float
+    blurred_variance: float
+    blurred_third: float
 
 
 def likelihood(
@@ -48,6 +61,7 @@ def likelihood(
     temperature: float,
     limit: int,
     stop_ids: Collection[int],
+    noise: float = 0.0,
 ) -> Likelihood:
     """How likely the target finds an answer at a temperature, its end included.
 
@@ -58,10 +72,11 @@ def likelihood(
         temperature: that it was drawn at.
         limit: tokens that it may have.
         stop_ids: that end an answer.
+        noise: as in `of_logits`.
     """
     logits = forced_logits(target, prompt, [*tokens, 0], BLOCK)
     drawn = with_stop(tokens, limit, stop_ids, logits[-1])
-    return of_logits(logits[: len(drawn)], drawn, temperature)
+    return of_logits(logits[: len(drawn)], drawn, temperature, noise)
 
 
 def with_stop(tokens: list[int], limit: int, stop_ids: Collection[int], logits: torch.Tensor) -> list[int]:
@@ -78,9 +93,14 @@ def with_stop(tokens: list[int], limit: int, stop_ids: Collection[int], logits: 
     return [*tokens, max(stop_ids, key=lambda token: float(logits[token]))]
 
 
-def of_logits(logits: torch.Tensor, tokens: list[int], temperature: float) -> Likelihood:
-    """As `likelihood`, from the target's logits [n, vocab] at the places of n tokens."""
-    logprob = surprise = variance = third = 0.0
+def of_logits(logits: torch.Tensor, tokens: list[int], temperature: float, noise: float = 0.0) -> Likelihood:
+    """As `likelihood`, from the target's logits [n, vocab] at the places of n tokens.
+
+    noise: rounding noise of the logits that tokens were drawn from, as `numeric_noise` measures it.
+    """
+    logprob = surprise = 0.0
+    sharp, blurred = torch.zeros(3, dtype=torch.double), torch.zeros(3, dtype=torch.double)
+    generator = torch.Generator(logits.device).manual_seed(sum(tokens))
     ids = torch.tensor(tokens, dtype=torch.long, device=logits.device)
     # In parts: all at once would take several times the memory of the logits.
     for block, drawn in zip(logits.split(BLOCK), ids.split(BLOCK)):
@@ -91,9 +111,23 @@ def of_logits(logits: torch.Tensor, tokens: list[int], temperature: float) -> Li
         logprob += chosen.sum().item()
         surprise += (chosen + entropy).sum().item()
         apart = logp.clamp(min=LEAST) + entropy[:, None]
-        variance += (p * apart.square()).sum().item()
-        third += (p * apart.pow(3)).sum().item()
-    return Likelihood(len(tokens), logprob, surprise, variance, third)
+        sharp += moments(p, apart)
+        if noise > 0.0:
+            p = torch.zeros_like(p)
+            for _ in range(BLURS):
+                moved = torch.randn(block.shape, generator=generator, device=block.device)
+                p += token_logprobs(block + DEVIATION * noise * moved, temperature).exp() / BLURS
+            blurred += moments(p, apart)
+    _, variance, third = sharp.tolist()
+    of_blurred = blurred.tolist() if noise > 0.0 else (0.0, variance, third)
+    return Likelihood(len(tokens), logprob, surprise, variance, third, *of_blurred)
+
+
+def moments(p: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Mean, variance and third central moment [3] of a sum of one value from each row; p, values: [n, vocab]."""
+    mean = (p * values).sum(-1, keepdim=True)
+    apart = values - mean
+    return torch.stack([mean.sum(), (p * apart.square()).sum(), (p * apart.pow(3)).sum()]).cpu()
 
 
 def token_logprobs(logits: torch.Tensor, temperature: float) -> torch.Tensor:

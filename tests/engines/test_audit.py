@@ -144,7 +144,7 @@ def test_a_stop_token_that_was_left_out_changes_no_mean():
     pair, tokens = with_a_stop(random_pair("llama"))
     referee = Referee(pair, 0.8)
     with_it, without = (referee.judge(answered(some), NEW) for some in (tokens, tokens[:-1]))
-    assert without.surprise == pytest.approx(with_it.surprise)
+    assert without.likely.surprise == pytest.approx(with_it.likely.surprise)
     last = referee.judge(answered([tokens[-1]], [*PROMPT, *tokens[:-1]], cap=1)).logprob
     assert without.logprob == pytest.approx(with_it.logprob - last, abs=1e-4)
 
@@ -252,9 +252,9 @@ def test_the_surprise_of_a_token_is_zero_on_average():
         atol=1e-6,
     )
     ones = [referee.judge(answered([token], cap=1)) for token in range(len(probs))]
-    surprises = torch.tensor([one.surprise for one in ones], dtype=torch.double)
+    surprises = torch.tensor([one.likely.surprise for one in ones], dtype=torch.double)
     assert (probs @ surprises).item() == pytest.approx(0.0, abs=1e-4)
-    assert (probs @ surprises.square()).item() == pytest.approx(ones[0].variance, rel=1e-3)
+    assert (probs @ surprises.square()).item() == pytest.approx(ones[0].likely.variance, rel=1e-3)
 
 
 @pytest.mark.slow

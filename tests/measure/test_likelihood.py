@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import asdict
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from specbench.decoding.sampling import SamplingParams
+from specbench.decoding.state import Request
+from specbench.measure import certify
 from specbench.measure.likelihood import BLOCK, likelihood, of_logits
-from specbench.measure.metrics.engine import SURPRISE, likelihoods, standard_errors
+from specbench.measure.metrics.engine import SURPRISE, errors_of, likelihoods, standard_errors
 from tests.support.decoding import random_pair
 from tests.support.synthetic import answered
 
@@ -31,6 +38,40 @@ def test_tokens_of_another_temperature_do_not(at, sign):
     logits = 2 * torch.randn(PLACES, VOCAB, generator=torch.Generator().manual_seed(1))
     one = of_logits(logits, drawn(logits, at), 1.0)
     assert sign * standard_errors(one.surprise, one.variance) > SURPRISE
+
+
+@pytest.mark.parametrize(
+    ("temperature", "said"), [(0.02, 0), (0.3, 0), (1.0, 0), (0.3, -1), (0.3, 1), (1.0, -1), (1.0, 1)]
+)
+def test_what_rounds_otherwise_is_drawn_and_another_temperature_is_none(temperature, said):
+    """Tokens come from logits that are rounded otherwise than the judge's; at 0.02 that decides which one it is."""
+    g = torch.Generator().manual_seed(3)
+    exact = 4 * torch.randn(2 * PLACES, VOCAB, generator=g)
+    judging, drawing = (exact + 0.04 * torch.randn(exact.shape, generator=g) for _ in range(2))
+    tokens = drawn(drawing, temperature * {0: 1.0, -1: 1.3, 1: 0.8}[said])
+    blind, seeing = (asdict(of_logits(judging, tokens, temperature, noise)) for noise in (0.0, 0.5))
+    assert said * errors_of([seeing]) > SURPRISE if said else abs(errors_of([seeing])) < SURPRISE
+    assert (abs(errors_of([blind])) > SURPRISE) == (bool(said) or temperature == 0.02)
+
+
+@pytest.mark.parametrize(("dtype", "noise"), [(torch.float32, 0.0), (torch.bfloat16, 0.25)])
+def test_half_precision_is_judged_within_the_noise_of_the_run(monkeypatch, dtype, noise):
+    given = []
+    monkeypatch.setattr(certify, "likelihood", lambda *arguments: given.append(arguments[-1]))
+    pair = random_pair("llama")
+    setup = SimpleNamespace(target=SimpleNamespace(dtype=dtype), pair=pair)
+    certifier = certify.Certifier(setup, None)
+    certifier.__dict__["_noise_of_shapes"] = 0.25
+    certifier.likelihood(Request([3, 9], SamplingParams(4, 0.5)), [5, 6])
+    assert given == [noise]
+
+
+def test_nothing_blurs_without_noise():
+    logits = torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(1))
+    one = of_logits(logits, [1, 2, 3, 4, 5], 0.7)
+    assert (one.blurred_surprise, one.blurred_variance, one.blurred_third) == (0.0, one.variance, one.third)
+    assert errors_of([asdict(one)]) == standard_errors(one.surprise, one.variance, one.third)
+    assert math.isnan(errors_of([asdict(one) | {"surprise": math.nan}]))
 
 
 def test_a_model_is_asked_at_the_places_of_the_answer():

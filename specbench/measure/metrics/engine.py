@@ -11,11 +11,14 @@ from specbench.measure.metrics.metrics import equivalence, speedups
 from specbench.measure.metrics.timing import ARMS
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     import pandas as pd
 
 SURPRISE = 4.0  # standard errors: by chance beyond them once in 16,000 times
 TINY = 1e-12  # in place of no variance
 AGAIN, OWN_LOOP = "again", "own_loop"  # arms
+MOMENTS = ("surprise", "variance", "third", "blurred_surprise", "blurred_variance", "blurred_third")
 
 
 def engine_numbers(records: list[dict], generations: pd.DataFrame, facts: dict) -> dict | None:
@@ -60,11 +63,24 @@ def _likelihood(records: list[dict], arm: str) -> dict | None:
     ]
     if not drawn:
         return None
-    sums = {key: sum(one[key] for one in drawn) for key in drawn[0]}
-    return {
-        "logprob": ratio(sums["logprob"], sums["tokens"]),
-        "standard_errors": standard_errors(sums["surprise"], sums["variance"], sums.get("third", 0.0)),
-    }
+    logprob, tokens = (sum(one[key] for one in drawn) for key in ("logprob", "tokens"))
+    return {"logprob": ratio(logprob, tokens), "standard_errors": errors_of(drawn)}
+
+
+def errors_of(likelihoods: Sequence[Mapping[str, float]]) -> float:
+    """As `standard_errors`, of answers whose likelihoods are given: how far off all of their tokens are.
+
+    Rounding may blur the distributions that they were drawn from by all of the noise, or by nothing. What lies between
+    the two expected sums is not off, everything else as far as from the nearer one.
+    """
+    sums = {key: sum(one.get(key, 0.0) for one in likelihoods) for key in MOMENTS}  # older records lack some
+    surprise, variance, third, *blurred = sums.values()
+    errors = standard_errors(surprise, variance, third)
+    if not any(blurred):
+        return errors
+    expected, variance, third = blurred
+    others = standard_errors(surprise - expected, variance, third)
+    return 0.0 if errors * others < 0 else min(errors, others, key=abs)
 
 
 def standard_errors(surprise: float, variance: float, third: float = 0.0) -> float:
