@@ -14,7 +14,9 @@ from methods.common.heads import draft_head
 from methods.common.rank_trees import likeliest_ids
 from methods.common.state_heads import StateHeads
 from methods.medusa.checkpoint import load_heads, save_for_vllm
+from specbench.decoding.cpu.packed_linear import packed_linear
 from specbench.decoding.drafter import Needs
+from specbench.decoding.model.cost import weight_bytes
 from specbench.system.errors import UserError
 
 if TYPE_CHECKING:
@@ -39,24 +41,25 @@ class Medusa(StateHeads):
         """Loads the heads, and trims their own output matrices as the target's head."""
         self.heads, settings, ids = load_heads(weights, self.target, pair)
         self.head = draft_head(pair, self.target, vocab_map, vocab_size, ids)
-        self._output: torch.Tensor | None = self.heads.output
-        if self._output is not None and ids is None and self.head.token_ids is not None:
-            self._output = self._output[:, self.head.token_ids]
+        kept = slice(None) if ids is not None or self.head.token_ids is None else self.head.token_ids
+        own = [] if self.heads.output is None else self.heads.output
+        self._outputs = [packed_linear(output[kept], None) for output in own]
         return self.heads.heads, settings.get("tree")
 
     def fill(self, batch: Batch, states: torch.Tensor, levels: Sequence[Level]) -> torch.Tensor:
         """Tokens [b, k] by the likeliest ones of each head."""
         states = self.heads(states, len(levels))
-        if self._output is None:
-            logits = self.head.logits(states)
+        if self._outputs:
+            parts = zip(self._outputs, states.unbind(1))
+            logits = torch.stack([output(some) for output, some in parts], dim=1)
         else:
-            logits = torch.einsum("bkd,kvd->bkv", states, self._output[: len(levels)])
+            logits = self.head.logits(states)
         likely = self.head.ids(likeliest_ids(logits, max(level.most_ranks for level in levels)))
         return torch.cat([likely[:, depth, level.ranks] for depth, level in enumerate(levels)], dim=1)
 
     def draft_bytes(self, levels: int) -> float:
         """Those of the first heads; where the output matrix is the target's, their rows share one product with it."""
-        output = self.head.bytes if self._output is None else self._output[:levels].nbytes
+        output = sum(map(weight_bytes, self._outputs[:levels])) if self._outputs else self.head.bytes
         return self.heads.weight[:levels].nbytes + self.heads.bias[:levels].nbytes + output
 
     def export(self, folder: Path) -> None:

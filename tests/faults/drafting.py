@@ -79,8 +79,8 @@ FAULTS = (
         "heads that guess nothing are counted",
         "drafting",
         "methods/medusa/drafter.py",
-        "self._output[:levels].nbytes",
-        "self._output.nbytes",
+        "self._outputs[:levels]",
+        "self._outputs",
         ("tests/methods/test_medusa.py",),
     ),
     Fault(

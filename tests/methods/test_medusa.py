@@ -19,6 +19,7 @@ from methods.medusa.heads import MedusaHeads
 from methods.medusa.train import Distillation
 from methods.medusa.train import train as train_medusa
 from methods.ragged import RaggedBatch
+from specbench.decoding.cpu.packed_linear import PackedLinear, packed_linear
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
@@ -299,7 +300,8 @@ def test_a_token_map(own, cut, tmp_path):
     )
     drafter, plain = Medusa(pair, folder), Medusa(pair, str(tmp_path / "plain"))
     head = DraftHead(plain.head.model, VOCAB, IDS)
-    plain.head, plain._output = head, None if plain._output is None else plain._output[:, IDS]
+    plain.head, plain._outputs = head, [packed_linear(one.weight[IDS], None) for one in plain._outputs]
+    assert len(plain._outputs) == 3 * own and all(isinstance(one, PackedLinear) for one in drafter._outputs)
     expected, found = drafts(plain, pair, 0.0), drafts(drafter, pair, 0.0)
     assert len(found) > 2 and all(torch.equal(a, b) for (a, _), (b, _) in zip(expected, found))
     assert {token for tokens, _ in found for token in tokens.tolist()} <= set(IDS.tolist())
