@@ -26,6 +26,7 @@ from specbench.decoding.state import Batch, Draft, SequenceState, Verified
 from specbench.decoding.tree import Tree
 from specbench.decoding.wrapped import WrappedDrafter
 from specbench.models.pairs import Pair
+from specbench.system.errors import UserError
 from specbench.system.settings import Count
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class SAMDecoding(WrappedDrafter):
     """Drafts what followed the longest match; see the module.
 
     Not as in the authors' code: if the continuation reaches the end of the text, the draft repeats it from its
-    beginning, as the text repeats itself there; a copied draft is not padded to a constant length.
+    beginning, as the text repeats itself there; a draft from a corpus ends where that text ends, and is not padded.
 
     Args:
         pair: with the tokenizer that a corpus must have been made with, and what the auxiliary drafter needs.
@@ -58,7 +59,8 @@ class SAMDecoding(WrappedDrafter):
         warm: file of conversations that its memory begins with.
 
     Raises:
-        UserError: the corpus is missing, or of another tokenizer, or is not sorted by enough tokens.
+        UserError: the corpus is missing, or of another tokenizer, or is not sorted by enough tokens; or no match in it
+            could be long enough.
     """
 
     needs = Needs(text_alone=True)
@@ -88,6 +90,11 @@ class SAMDecoding(WrappedDrafter):
         self.levels = min(max_draft_tokens, SORTED - max_match)
         if corpus is not None:
             check_sorted(max_match, max(self.levels, 1))
+            if self.threshold + self.bias > max_match:
+                raise UserError(
+                    f"beside an auxiliary drafter a match in the corpus needs twice threshold={threshold} tokens, and "
+                    f"max_match={max_match} are looked up: set a threshold of at most {max_match // 2}"
+                )
         self.max_draft_tokens = max(max_draft_tokens, inner.max_draft_tokens)
         if corpus is not None and not inner.deterministic:  # its trees may stand beside drawn tokens
             self.siblings = max(inner.siblings, FOLLOWERS)
@@ -127,6 +134,9 @@ class SAMDecoding(WrappedDrafter):
         elif not self.deterministic and not batch.decoding.greedy:
             # As beside drafts that are drawn: which rule accepts a token must not depend on the others of the batch.
             draft.probs = surely(draft.tokens, draft.tokens.new_zeros(1, 1, self._vocab, dtype=torch.float32))
+        if draft.tree is not None and not self.deterministic:
+            # Padding, which may be more, is no candidate and comes last.
+            draft.tree = replace(draft.tree, max_children=self.siblings)
         draft.stats["copied"] = [int(copies) for copies in self._copies]
         return draft
 

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from methods.eqspec import EqSpec
 from methods.exspec import ExSpec
 from methods.ragged import RaggedBatch
-from methods.rest.datastore import save_datastore
+from methods.rest.datastore import FOLLOWERS, save_datastore
 from methods.samd import SAMDecoding, merged, repeated
 from methods.suffix import SuffixDecoding
 from specbench.config.checks import check_method
@@ -362,6 +362,43 @@ def test_a_certain_draft_among_drawn_ones_and_trees():
     draft = merged(deterministic, tree, [False, True])
     assert draft.tokens.tolist() == [[1, 2, 3, 4], [5, 0, 0, 0]] and draft.candidates.tolist() == [4, 1]
     assert draft.tree.parents.tolist() == [[-1, -1, 0, 1], [-1, 0, 1, 2]] and draft.probs is None
+
+
+def test_trees_beside_drawn_tokens_have_as_many_children_as_they_say(tmp_path):
+    """And answers are those of trees that may have any number of children."""
+    pair, rng = with_tokenizer("llama"), random.Random(5)
+    folder = save_datastore(tmp_path, [rng.choices(range(pair.vocab_size), k=40_000)], pair)
+    requests = sampled_requests(pair, 12, 1.0)
+
+    def answers(*, bounded: bool) -> list[list[int]]:
+        drafter = SAMDecoding(pair, AUXILIARIES["sps"], "sps", threshold=1, corpus=str(folder))
+        real = drafter.draft
+
+        def drafted(batch):
+            draft = real(batch)
+            if draft.tree is not None:
+                assert draft.tree.max_children == FOLLOWERS
+                live = draft.acceptable()
+                before = draft.tree.siblings_before()
+                most.append(int((before if live is None else before * live).max()))
+                draft.tree = draft.tree if bounded else replace(draft.tree, max_children=None)
+            return draft
+
+        drafter.draft = drafted
+        engine = Engine(StagedModel(pair.target), drafter, frozenset(), RaggedBatch(2))
+        return [one.tokens for one in engine.generate(requests)]
+
+    most: list[int] = []
+    assert answers(bounded=True) == answers(bounded=False)
+    assert 0 < max(most) < FOLLOWERS and len(most) > 10
+
+
+def test_a_corpus_that_could_never_be_copied_from_is_one_line(corpus):
+    pair = with_tokenizer("llama")
+    settings = {"threshold": 9, "corpus": corpus}
+    with pytest.raises(UserError, match="twice threshold=9 .* max_match=16 .* at most 8"):
+        SAMDecoding(pair, AUXILIARIES["recycling"], "recycling", **settings)
+    SAMDecoding(pair, AUXILIARIES["recycling"], "recycling", **settings, max_match=18)
 
 
 @pytest.mark.slow
