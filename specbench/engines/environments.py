@@ -61,10 +61,10 @@ def program(name: str, install: Mapping, python: str | None, module: str) -> tup
     if python is None:
         return interpreter(name, install), install["requirements"][-1]
     try:
-        asked = subprocess.run([python, "-c", VERSION, module], capture_output=True, text=True, check=True)
+        done = subprocess.run([python, "-c", VERSION, module], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
         raise UserError(f"engine.python={python} is no interpreter that has {module}") from error
-    return Path(python), asked.stdout.strip()
+    return Path(python), done.stdout.strip()
 
 
 def make_environment(name: str, install: Mapping) -> Path:

@@ -36,6 +36,7 @@ RESTARTS = 3  # of a server in a run, before it is given up
 REMEMBERS = (
     0.9  # of the passes of first answers: with fewer for the same answers again, drafts come from memory
 )
+LEAST_MERGED = 3  # in one answer: a short one may come in a few pieces
 MERGED = 0.25  # of the plain server's passes: where more seem to give several tokens it drafts, and is not just busy
 PLAIN, SPECULATIVE = "plain", "speculative"
 LOCAL = ("127.0.0.1", "localhost", "::1")
@@ -88,7 +89,7 @@ class ServedEngine:
         Raises:
             UserError: The engine is not installed, or a file that is named is not there.
         """
-        if cls.module is not None:
+        if cls.module is not None and settings.get("install"):
             program(settings["name"], settings["install"], settings.get("python"), cls.module)
         for name in ("target", "draft"):
             if settings.get(name):
@@ -211,7 +212,7 @@ class ServedEngine:
         reply = self._reply(name, request)
         if name == PLAIN and not several:
             passes = reply.passes[1:]
-            if (merged := _merged(passes)) > max(MERGED * len(passes), 1):
+            if (merged := _merged(passes)) > max(MERGED * len(passes), LEAST_MERGED):
                 raise EngineError(f"{merged} of {len(passes)} passes of the plain server gave several tokens")
             if merged:
                 self._note(

@@ -19,7 +19,7 @@ from specbench.engines.server import HOST, Server, shared_cores
 from specbench.engines.vllm_proposer import DRAFTER
 from specbench.models.export import as_folder, as_part
 from specbench.models.names import local_folder
-from specbench.models.pairs import SMALL_FILES, WEIGHT_FILES, fetch_small_files
+from specbench.models.pairs import fetch_with_weights
 from specbench.system.errors import UserError
 from specbench.system.files import make_folder
 from specbench.system.paths import cache_folder
@@ -87,9 +87,7 @@ class Vllm(ServedEngine):
             drafts = {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": longest}
         elif "model" in drafts:
             name = drafts["model"]  # fetched here: the servers have no network
-            drafts["model"] = str(
-                local_folder(name) or fetch_small_files(name, patterns=[*SMALL_FILES, *WEIGHT_FILES])
-            )
+            drafts["model"] = str(local_folder(name) or fetch_with_weights(name))
         elif pair.draft is not None:
             drafts["model"] = str(as_folder(pair.draft, pair.exported_tokenizer, f"{pair.name}-draft"))
         cores = shared_cores(threads)
@@ -160,7 +158,11 @@ def _importable() -> Path:
 
 
 def _words(name: str, value: Any) -> list[str]:
-    """An option as a command line has it; nothing for one that is switched off."""
+    """An option as a command line has it: dictionaries as JSON; nothing for one that is switched off."""
+    if value is False or value is None:
+        return []
     if value is True:
         return [f"--{name}"]
-    return [] if value is False or value is None else [f"--{name}", str(value)]
+    if isinstance(value, list):
+        return [f"--{name}", *map(str, value)]
+    return [f"--{name}", json.dumps(value) if isinstance(value, dict) else str(value)]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 SUFFIX = ".gguf"
-FORM = 2  # of what is kept; another one is made anew
+FORM = 3  # of what is kept; another one is made anew
 SOURCE = "source.json"  # what a converted model says of its file
 MODEL, PARTIAL = "model", "partial"  # folders: of the model, and of what is not complete yet
 # Types of tensors that are not quantised.
@@ -39,6 +39,9 @@ END_TOKENS = (
 )
 FREQUENCIES = "rope_freqs.weight"  # what each rotary frequency is divided by
 LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+# Layers of the Gemmas of 27B, whose queries are scaled by another width than that of a head, as llama.cpp knows: no
+# file says so.
+WIDE_GEMMAS = {"gemma2": 46, "gemma3_text": 62}
 SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 # What transformers and gguf raise for files that they cannot read.
 UNREADABLE = (
@@ -129,6 +132,30 @@ def own_tokens(tokenizer: Any, count: int) -> Any:
     return trimmed
 
 
+def _field(reader: Any, end: str) -> Any:
+    """What the file says under the key with this end; None where it does not."""
+    return next((field.contents() for key, field in reader.fields.items() if key.endswith(end)), None)
+
+
+def _complete(config: Any, reader: Any) -> None:
+    """Gives a config the numbers of its file's attention that transformers reads of some families alone.
+
+    Raises:
+        UserError: rotary positions are scaled in a way that is not known here.
+    """
+    window = _field(reader, ".attention.sliding_window")
+    if window and hasattr(config, "sliding_window"):
+        config.sliding_window = int(window)
+    if WIDE_GEMMAS.get(config.model_type) == config.num_hidden_layers:
+        config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads
+    base, rope = _field(reader, ".rope.freq_base"), getattr(config, "rope_parameters", None)
+    if base is not None and rope:
+        read = {"rope_theta": float(base)}
+        full = rope.get("full_attention")  # of kinds of layers, as Gemma 3 has it
+        config.rope_parameters = rope | (read if full is None else {"full_attention": full | read})
+    _scale_rope(config, reader)
+
+
 def _scale_rope(config: Any, reader: Any) -> None:
     """Gives a config the scaling of rotary positions that its file has, which transformers reads of few families.
 
@@ -145,9 +172,7 @@ def _scale_rope(config: Any, reader: Any) -> None:
         raise UserError(
             f"{unread[0]} scales rotary positions in a way that is not read: name the original model"
         )
-    rotated = next(
-        (f.contents() for k, f in reader.fields.items() if k.endswith(".rope.dimension_count")), None
-    )
+    rotated = _field(reader, ".rope.dimension_count")
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     share = rope.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1.0
     if rotated is not None and int(rotated) != int(width * share):
@@ -156,6 +181,8 @@ def _scale_rope(config: Any, reader: Any) -> None:
             "original model"
         )
     fields = {key.partition(".rope.scaling.")[2]: field.contents() for key, field in reader.fields.items()}
+    if (factor := _field(reader, ".rope.scale_linear") or 1.0) != 1.0:  # as files had it until 2023
+        fields |= {"type": "linear", "factor": factor}
     kind = fields.get("type", "none")
     tensors = (torch.tensor(tensor.data).float() for tensor in reader.tensors if tensor.name == FREQUENCIES)
     divisors = next(tensors, None)
@@ -205,7 +232,7 @@ def _convert(path: Path, digest: str, folder: Path) -> None:
     if info["missing_keys"]:  # transformers fills them with random numbers
         missing = sorted(info["missing_keys"])
         raise UserError(f"'{path}' lacks {len(missing)} tensors, such as {missing[0]}")
-    _scale_rope(model.config.get_text_config(), reader)
+    _complete(model.config.get_text_config(), reader)
     ends = {int(reader.fields[key].contents()) for key in ENDS if key in reader.fields}
     vocabulary = tokenizer.get_vocab()
     ends |= {vocabulary[token] for token in END_TOKENS if token in vocabulary}

@@ -69,7 +69,7 @@ USER_WORDS = "WORDS OF THE USER"  # which no template writes by itself
 GENERATION = "generation_config.json"
 # What templates are told the date is: by today's, prompts would differ from day to day. The one of Llama 3's own.
 TODAY = datetime(2024, 7, 26)
-SMALL_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
+SMALL_FILES = ["*.json", "*.model", "*.txt", "*.jinja", "*.py"]  # code, for who sets trust_remote_code
 SAFETENSORS = "*.safetensors"
 WEIGHT_FILES = [SAFETENSORS, "*.bin", "*.pt"]
 CONSOLIDATED = "consolidated*"  # Mistral's second copy of the weights, which transformers does not read

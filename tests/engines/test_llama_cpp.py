@@ -11,6 +11,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from specbench.commands.engine import content_of
+from specbench.engines import llama_cpp
 from specbench.engines.environments import interpreter
 from specbench.engines.llama_cpp import SCRIPT, LlamaCpp
 from specbench.engines.served import PLAIN, SPECULATIVE
@@ -79,7 +80,8 @@ class TestParameters:
 def test_servers_get_the_pairs_models_and_the_same_cores(monkeypatch, tmp_path):
     monkeypatch.setenv("SPECBENCH_CACHE", str(tmp_path))
     pair = load_pair(composed("bench", "pair=tiny", "pair.device=cpu").pair, 0, with_draft=True)
-    options = {"plain": {"n_ubatch": 64}, "install": {"requirements": ["x==1"]}, "python": "python3"}
+    monkeypatch.setattr(llama_cpp, "program", lambda *_: (Path("python3"), "xllamacpp==1"))
+    options = {"plain": {"n_ubatch": 64}, "install": {"requirements": ["x==1"]}}
     engine = LlamaCpp(pair, {"name": "sps"}, 1, speculative={"sps": {"types": ["draft_simple"]}}, **options)
     plain, speculative = (engine.servers[name] for name in (PLAIN, SPECULATIVE))
     assert plain.cores == speculative.cores and len(plain.cores) == 1

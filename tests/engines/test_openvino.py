@@ -35,7 +35,9 @@ def told(monkeypatch):
     """Makes an engine, and gives it with what each server is told."""
 
     def made(method: str, draft: object = None, **settings) -> tuple[OpenVINO, dict[str, dict]]:
-        monkeypatch.setattr(openvino, "interpreter", lambda name, install: Path("python3"))
+        monkeypatch.setattr(
+            openvino, "program", lambda name, install, *_: (Path("python3"), install["requirements"][-1])
+        )
         monkeypatch.setattr(
             openvino,
             "as_gguf",

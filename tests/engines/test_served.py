@@ -12,6 +12,7 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -383,6 +384,14 @@ class TestUntoldCounts:
             stub.drafts = True
             with pytest.raises(JobError, match="4 of 7 passes of the plain server gave several tokens"):
                 exhaust(engine.plain([request()]))
+
+    def test_a_short_answer_that_comes_in_pieces_is_no_draft(self, pair):
+        passes = [TargetPass(0.0, tokens) for tokens in ([1], [1], [1], [2, 3], [4, 5], [6])]
+        with serving(Stub(counting), Stub(counting, drafts=True)) as urls:
+            engine = engine_of(pair, urls, "openai")
+            engine._reply = lambda *_: SimpleNamespace(passes=passes)
+            engine._timed(PLAIN, request(), several=False)
+        assert "sends some passes together" in engine.faults[0]
 
     def test_a_plain_server_that_sends_two_passes_together_now_and_then_is_none_that_drafts(self, pair):
         """Each token was a pass; what the other server's events hold is then not known to be a pass."""

@@ -35,7 +35,9 @@ def commands(monkeypatch):
     def made(
         method: str, draft: object = None, drafter: dict | None = None, **settings
     ) -> tuple[vllm.Vllm, dict[str, dict]]:
-        monkeypatch.setattr(vllm, "interpreter", lambda name, install: Path(sys.executable))
+        monkeypatch.setattr(
+            vllm, "program", lambda name, install, *_: (Path(sys.executable), install["requirements"][-1])
+        )
         monkeypatch.setattr(vllm, "as_folder", lambda model, tokenizer, name: Path("/models") / name)
         pair = SimpleNamespace(
             name="tiny",
@@ -91,7 +93,7 @@ def test_both_run_on_the_same_cores_without_a_network(commands):
 
 def test_a_head_that_is_named_comes_before_the_draft_model(commands, monkeypatch):
     """One of the hub is fetched before: the servers have no network."""
-    monkeypatch.setattr(vllm, "fetch_small_files", lambda name, patterns: f"/hub/{name}")
+    monkeypatch.setattr(vllm, "fetch_with_weights", lambda name: f"/hub/{name}")
     _, of = commands("eagle3", draft=object())
     assert json.loads(of[SPECULATIVE]["speculative-config"])["model"].endswith("heads")
     _, of = commands("pld")
@@ -103,6 +105,13 @@ def test_options_of_the_users_reach_both(commands):
     for arm in (PLAIN, SPECULATIVE):
         assert of[arm]["enforce-eager"] is True and of[arm]["seed"] == "3" and "no-such" not in of[arm]
         assert of[arm]["max-num-seqs"] == "4"
+
+
+def test_options_are_spelt_as_its_command_line_reads_them():
+    assert vllm._words("compilation-config", {"level": 0}) == ["--compilation-config", '{"level": 0}']
+    assert vllm._words("cudagraph-capture-sizes", [1, 2]) == ["--cudagraph-capture-sizes", "1", "2"]
+    assert vllm._words("enforce-eager", True) == ["--enforce-eager"]
+    assert vllm._words("enforce-eager", False) == vllm._words("seed", None) == []
 
 
 def test_what_a_drafter_exports_is_the_model(commands, monkeypatch):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Starcoder2Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from specbench.models import gguf as conversion
@@ -219,6 +219,27 @@ def test_the_scaling_of_rotary_positions_is_that_of_the_file():
         scaled(factors)
     with pytest.raises(UserError, match="not those of Llama 3"):
         scaled(reader_of(divisors=divisors.flip(0)))
+
+
+def test_numbers_of_attention_that_transformers_does_not_read_are_those_of_the_file():
+    def completed(config, **numbers):
+        fields = {f"arch.{k}": SimpleNamespace(contents=lambda v=v: v) for k, v in numbers.items()}
+        conversion._complete(config, SimpleNamespace(fields=fields, tensors=[]))
+        return config
+
+    starcoder = completed(Starcoder2Config(), **{"rope.freq_base": 1e5, "attention.sliding_window": 4096})
+    assert starcoder.rope_parameters["rope_theta"] == 1e5 and starcoder.sliding_window == 4096
+    assert completed(Starcoder2Config()).rope_parameters["rope_theta"] == 1e4
+    old = completed(LlamaConfig(), **{"rope.scale_linear": 4.0})
+    assert old.rope_parameters["rope_type"] == "linear" and old.rope_parameters["factor"] == 4.0
+    assert completed(LlamaConfig(), **{"rope.scale_linear": 1.0}).rope_parameters["rope_type"] == "default"
+    gemma = Gemma3TextConfig(num_hidden_layers=62, hidden_size=5376, num_attention_heads=32)
+    theta = gemma.rope_parameters["sliding_attention"]["rope_theta"]
+    completed(gemma, **{"rope.freq_base": 2e6})
+    assert gemma.query_pre_attn_scalar == 168
+    assert gemma.rope_parameters["full_attention"]["rope_theta"] == 2e6
+    assert gemma.rope_parameters["sliding_attention"]["rope_theta"] == theta
+    assert completed(Gemma3TextConfig()).query_pre_attn_scalar == 256
 
 
 def test_what_ends_a_turn_of_chat_ends_an_answer(tiny, tmp_path, monkeypatch):
