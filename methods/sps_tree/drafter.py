@@ -23,7 +23,7 @@ from specbench.system.paths import packaged
 from specbench.system.settings import Count
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from specbench.decoding.tree import Tree
 
@@ -64,19 +64,18 @@ class DraftModelTree(SpeculativeSampling):
     ):
         super().__init__(pair, vocab_map=vocab_map, vocab_size=vocab_size)
         rows = self.head.rows
-        self.trees = trees_of(tree, shape, max_draft_tokens, nodes, rows)
+        counted = None if tree is None or shape is not None else load_tree(tree)
+        paths = counted or shaped(shape or SHAPE)
+        self.trees = RankTrees(paths, leaves_last=True, levels=max_draft_tokens, nodes=nodes, rows=rows)
         self.max_nodes, self.max_draft_tokens = self.trees.max_nodes, self.trees.depth
         self.sampling, self.deterministic = sampling, sampling == "likeliest"
         if not self.deterministic:
-            self.siblings = most_children(self.trees)
+            self.siblings = max(Counter(path[:-1] for path in self.trees.paths).values())
 
     @staticmethod
     def draws_trees(settings: Mapping[str, Any]) -> bool:
-        """Whether children are drawn, and some node has several."""
-        if settings.get("sampling") == "likeliest":
-            return False
-        of_tree = (settings.get(name) for name in ("tree", "shape", "max_draft_tokens", "nodes"))
-        return most_children(trees_of(*of_tree)) > 1
+        """Whether children are drawn."""
+        return settings.get("sampling") != "likeliest"
 
     def draft(self, batch: Batch) -> Draft:
         """Drafts the tree level by level, as deep as the sequence with most room can use it."""
@@ -145,24 +144,6 @@ class DraftModelTree(SpeculativeSampling):
             return self.head.ids(tokens[:, parents, order]), drawn_from[:, parents, order]
         drawn_from = probs[:, parents]
         return self.head.ids(drawable(sample_inverse_cdf(drawn_from, uniforms[:, order]))), drawn_from
-
-
-def trees_of(
-    tree: str | None,
-    shape: Sequence[int] | None,
-    levels: int | None,
-    nodes: int | None,
-    rows: int | None = None,
-) -> RankTrees:
-    """The trees that settings name, those of `DraftModelTree`; rows: of the draft model's head, None: not known."""
-    counted = None if tree is None or shape is not None else load_tree(tree)
-    paths = counted or shaped(shape or SHAPE)
-    return RankTrees(paths, leaves_last=True, levels=levels, nodes=nodes, rows=rows)
-
-
-def most_children(trees: RankTrees) -> int:
-    """How many children a node has at most."""
-    return max(Counter(path[:-1] for path in trees.paths).values())
 
 
 def draws_without_replacement(

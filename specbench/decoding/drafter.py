@@ -97,7 +97,7 @@ class Drafter:
 
     @staticmethod
     def draws_trees(settings: Mapping[str, Any]) -> bool:
-        """Whether `siblings` of a drafter with these settings is above 1, as far as that is known without weights."""
+        """Whether a drafter with these settings draws tokens of trees, as far as that is known without weights."""
         return False
 
     def set_reference_answers(self, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> None:

@@ -380,7 +380,8 @@ class Engine:
     def _check(self, requests: list[Request]) -> None:
         if len({replace(request.decoding, max_new_tokens=1) for request in requests}) > 1:
             raise UserError("the requests of a batch must have one temperature")
-        if requests[0].decoding.verification == BLOCK and self.drafter.siblings > 1:
+        drawn = self.drafter.max_nodes and not self.drafter.deterministic
+        if requests[0].decoding.verification == BLOCK and drawn:
             raise UserError(
                 "decoding.verification=block is for chains, and this drafter draws trees: set it to token"
             )

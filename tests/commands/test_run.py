@@ -144,7 +144,7 @@ def test_a_file_that_is_no_yaml(monkeypatch, capfd, tmp_path, file, arguments):
         (["method=ragged", "drafter=ar_batch"], "drafter._target_ ... no Drafter"),
         (["method=ragged", "drafter=swift", "drafter.memory=answer"], "swift ... drafter.memory=run"),
         (
-            ["method=sps_tree", "settings=published", *BLOCK],
+            ["method=sps_tree", "method.shape=[1,1]", *BLOCK],
             "block ... method sps_tree draws trees ... token",
         ),
         (
