@@ -337,4 +337,9 @@ def make_brancher(
         def exit_head(states: torch.Tensor) -> torch.Tensor:
             return head(norm(states))
 
+    with torch.inference_mode():  # what the first pass lays out and compiles is no part of an answer
+        first = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+        model.prefill(first, model.new_cache(1 + model.padding))
+        if exit_head is not None:
+            exit_head(weight.new_zeros(1, weight.shape[1]))
     return Brancher(model, DraftHead(model, width, token_ids), exit_head, plan, streams)

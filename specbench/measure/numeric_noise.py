@@ -116,7 +116,7 @@ def shape_noise(
         target: Whose passes are compared.
         samples: (prompt, answer) token ids.
         trees: also compare a tree's nodes, which lie at other entries of the cache than the tokens of a chain.
-        widest: rows of the widest pass in use: weights may have another layout in it.
+        widest: rows of the widest pass in use.
 
     Returns:
         Logits; 0 where all passes have one width and there are no trees.

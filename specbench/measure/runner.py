@@ -361,7 +361,12 @@ def kernels(target: StagedModel) -> str | None:
     """Why short passes of the target run on torch's kernels; None where they run on our own, and on a GPU."""
     if target.device.type != "cpu":
         return None
-    weights = packed_weights([*target.layers, target.lm_head])
+    parts = [*target.layers, target.lm_head]
+    weights = packed_weights(parts)
+    matrices = sum(one.nbytes for part in parts for one in part.parameters() if one.ndim > 1)
+    others = 1 - sum(one.weight.nbytes for one in weights) / matrices
+    if others > 0.01:
+        return f"of {others:.0%} of the weights, which are no plain linear layers"
     return next((reason for weight in weights if (reason := weight.lacking)), native.reason())
 
 

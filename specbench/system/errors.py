@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import importlib
 import signal
 import sys
@@ -99,22 +100,32 @@ def file_errors(writing: Path | None = None) -> Iterator[None]:
 def one_line_errors() -> Iterator[None]:
     """Around an entry point, as decorator or context: a UserError becomes one line on stderr and exit code 2.
 
-    So does a GPU that is full. Every other exception keeps its traceback: it is a fault of this program.
+    So does a memory that is full. Every other exception keeps its traceback: it is a fault of this program.
     """
     try:
         yield
     except UserError as error:
         print_error(error)
         raise SystemExit(2) from None
-    except RuntimeError as error:
-        torch = sys.modules.get("torch")  # not imported for this: it takes seconds
-        if torch is None or not isinstance(error, torch.OutOfMemoryError):
+    except (RuntimeError, MemoryError, OSError) as error:
+        what = out_of_memory(error)
+        if what is None:
             raise
-        what = str(error).partition(". GPU")[0]
         print_error(
             UserError(f"{what}: a smaller batch_size, a shorter length or pair.dtype=bfloat16 needs less")
         )
         raise SystemExit(2) from None
+
+
+def out_of_memory(error: BaseException) -> str | None:
+    """What says that a memory is full, of a GPU or of the machine; None for any other error."""
+    torch = sys.modules.get("torch")  # not imported for this: it takes seconds
+    if torch is not None and isinstance(error, torch.OutOfMemoryError):
+        return str(error).partition(". GPU")[0]
+    full = isinstance(error, OSError) and error.errno == errno.ENOMEM
+    if full or isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+        return "the machine has not enough free memory"
+    return None
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -94,6 +95,20 @@ def test_layers_share_a_function_and_a_changed_weight_is_seen():
     second = logits_of(target, ids)["chain"]
     assert not torch.equal(first, second)
     torch.testing.assert_close(second, logits_of(plain(target), ids)["chain"], atol=1e-5, rtol=1e-5)
+
+
+@torch.inference_mode()
+def test_the_cache_of_a_pass_is_given_back_before_the_next_one_is_made():
+    """Or a cache that grows would take the memory of both."""
+    with torch.inference_mode(False):
+        target, ids = compiled("llama"), torch.randint(3, 60, (1, PROMPT + TOKENS))
+    logits_of(target, ids)
+    cache = target.new_cache(PROMPT)
+    target.prefill(ids[:, :PROMPT], cache)
+    held = weakref.ref(cache)
+    del cache
+    target.new_cache(PROMPT)
+    assert held() is None
 
 
 @pytest.mark.slow

@@ -191,7 +191,7 @@ def test_a_token_has_its_bits_in_a_wide_pass_too(dtype, tokens):
     ("environment", "expected"),
     [
         ({native.SWITCH: "0"}, "SPECBENCH_KERNELS=0"),
-        ({"CXX": "no-such-compiler"}, "there is no C++ compiler"),
+        ({"CXX": "no-such-compiler -m64"}, "$CXX=no-such-compiler -m64 is no C++ compiler"),
         ({"CXX": sys.executable}, "kernels cannot be compiled: "),
     ],
 )
@@ -209,28 +209,28 @@ def test_another_source_compiler_or_torch_is_another_library(tmp_path, monkeypat
     source = tmp_path / "product.cpp"
     source.write_text("// one")
     monkeypatch.setattr(native, "SOURCES", tmp_path)
-    digests = {native._digest(sys.executable)}
+    digests = {native._digest([sys.executable])}
     source.write_text("// two")
-    digests.add(native._digest(sys.executable))
-    digests.add(native._digest("/bin/true"))
+    digests.add(native._digest([sys.executable]))
+    digests.add(native._digest(["/bin/true"]))
     monkeypatch.setattr(torch, "__version__", "0")
-    digests.add(native._digest("/bin/true"))
+    digests.add(native._digest(["/bin/true"]))
     assert len(digests) == 4
 
 
 def test_an_old_compiler_is_refused_by_its_version():
     compiler = native._compiler()
-    if compiler is None or "clang" in compiler:
+    if not compiler or "clang" in compiler[0]:
         pytest.skip("there is no g++")
     old = ("-fsyntax-only", "-x", "c++", "-U__GNUC__", "-D__GNUC__=11")
-    command = [compiler, *old, str(native.SOURCES / "simd.h")]
+    command = [*compiler, *old, str(native.SOURCES / "simd.h")]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ran.returncode and "g++ 12 or newer is needed" in ran.stderr
 
 
 def test_what_does_not_compile_leaves_nothing_behind(tmp_path, monkeypatch):
     compiler = native._compiler()
-    if compiler is None:
+    if not compiler:
         pytest.skip("there is no C++ compiler")
     (tmp_path / "broken.cpp").write_text("int main( {")
     monkeypatch.setattr(native, "SOURCES", tmp_path)

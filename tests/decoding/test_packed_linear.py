@@ -296,6 +296,16 @@ def test_copies_and_pickles_are_independent(attention):
         assert all(torch.equal(ours, old) for ours, old in zip(attention.parameters(), before))
 
 
+def test_weights_that_lie_side_by_side_are_one_matrix_already(attention):
+    """As where processes share them: joined once more, each process would have a copy of its own."""
+    weights = [attention.q_proj.weight, attention.k_proj.weight]
+    again = PackedWeight(weights)
+    assert again.weight.untyped_storage().data_ptr() == weights[0].untyped_storage().data_ptr()
+    torch.testing.assert_close(again.weight, torch.cat(weights))
+    apart = PackedWeight([attention.q_proj.weight, attention.v_proj.weight])  # with k_proj's in between
+    torch.testing.assert_close(apart.weight, torch.cat([attention.q_proj.weight, attention.v_proj.weight]))
+
+
 def test_gradients_pass_through(attention):
     states = torch.randn(2, 32, requires_grad=True)
     sum(output.sum() for output in attention(states)).backward()

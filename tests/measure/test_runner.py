@@ -22,9 +22,12 @@ from specbench.measure.machine.watch import Watch
 from specbench.measure.metrics.engine import SURPRISE
 from specbench.measure.protocol import Protocol
 from specbench.measure.records import run_folder as store
+from specbench.measure.runner import kernels
 from specbench.system import threads
 from specbench.system.errors import JobError, UserError
 from specbench.system.files import read_json
+from tests.support.decoding import random_pair
+from tests.support.kernel_passes import needs_kernels
 from tests.support.messages import says
 from tests.support.runs import CATEGORIES, SAMPLED, measured, start, to_the_end
 from tests.support.synthetic import slowed
@@ -56,6 +59,16 @@ def test_without_generate(workplace, tmp_path):
     assert summary["processor"] == cpu_model() and summary["seed"] == 0
     assert baseline["equivalence"]["answers"] == 0
     assert [sorted(t["arms"]) for r in records for t in r["turns"]] == [["baseline", "method"]]
+
+
+@needs_kernels
+def test_weights_that_no_kernel_of_ours_reads_are_told():
+    """Experts are no linear layers, nor are quantised ones."""
+    pair = random_pair("llama")
+    assert kernels(pair.staged) is None
+    experts = torch.nn.Parameter(torch.zeros(4, 64, 64), requires_grad=False)
+    pair.staged.layers[0].experts = experts
+    assert says(kernels(pair.staged) or "", "of ... of the weights, which are no plain linear layers")
 
 
 def test_how_often_cores_were_slowed_is_read_around_a_turn_and_not_its_slices(

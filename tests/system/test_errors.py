@@ -1,8 +1,11 @@
+import errno
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from specbench.decoding.model.anatomy import drivable
 from specbench.system.errors import UserError, file_errors, one_line_errors, stoppable, suggest
 
 
@@ -35,6 +38,23 @@ def test_a_full_gpu_is_one_line(capsys):
     assert exit_.value.code == 2
     err = capsys.readouterr().err
     assert err.startswith("error: CUDA out of memory. Tried to allocate 100.00 MiB: a smaller batch_size")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError(
+            "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"
+        ),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+        MemoryError(),
+    ],
+)
+def test_a_full_machine_is_one_line_and_no_fault_of_a_model(error, capsys):
+    with pytest.raises(SystemExit) as exit_, one_line_errors(), drivable(SimpleNamespace()):
+        raise error
+    assert exit_.value.code == 2
+    assert capsys.readouterr().err.startswith("error: the machine has not enough free memory: a smaller")
 
 
 def test_other_errors_keep_their_traceback():

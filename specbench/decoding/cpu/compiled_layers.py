@@ -84,6 +84,13 @@ class TraceError(Exception):
     """A layer cannot be compiled; the text says why."""
 
 
+def release() -> None:
+    """Lets go of what the last pass of this thread worked on, such as its KV cache."""
+    if getattr(CALL, "cache", None) is not None:
+        CALL.cache = CALL.mask = None
+        torch.ops.specbench.set_layer.default([], [], None, None, 1.0)
+
+
 class CompiledLayer(torch.nn.Module):
     """A layer that is called as the layer is; short passes go to compiled functions.
 
@@ -159,6 +166,7 @@ class CompiledLayer(torch.nn.Module):
             output = self._call(*compiled, states, arguments)
         except Exception as error:  # noqa: BLE001 - whatever a family's layer or the compiler meets
             _warn_once(f"{type(self.layer).__name__} is not compiled: {one_line(error)}")
+            error.__traceback__ = None  # it is kept, and its frames hold the cache
             return expected
         apart = (output - expected).abs().max() / expected.abs().max()
         if output.shape != expected.shape or not apart <= TOLERANCE[output.dtype]:

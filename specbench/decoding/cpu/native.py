@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -48,8 +49,9 @@ def reason() -> str | None:
     if os.environ.get(SWITCH) == "0":
         return f"{SWITCH}=0"
     compiler = _compiler()
-    if compiler is None:
-        return "there is no C++ compiler"
+    if not compiler:
+        named = os.environ.get("CXX")
+        return f"$CXX={named} is no C++ compiler" if named else "there is no C++ compiler"
     try:
         torch.ops.load_library(str(_compiled(compiler)))
     except UserError as error:
@@ -83,13 +85,13 @@ def _available() -> bool:
     return reason() is None
 
 
-def _compiler() -> str | None:
-    """The path of a C++ compiler: $CXX, or one of `COMPILERS`."""
-    names = [os.environ["CXX"]] if os.environ.get("CXX") else COMPILERS
-    return next(filter(None, map(shutil.which, names)), None)
+def _compiler() -> list[str]:
+    """A C++ compiler that there is, with arguments: $CXX, or one of `COMPILERS`; [] for none."""
+    commands = map(shlex.split, [os.environ["CXX"]] if os.environ.get("CXX") else COMPILERS)
+    return next((command for command in commands if command and shutil.which(command[0])), [])
 
 
-def _compiled(compiler: str) -> Path:
+def _compiled(compiler: list[str]) -> Path:
     """The library, compiled once for the sources, the compiler, the processor and the version of torch.
 
     Raises:
@@ -106,10 +108,10 @@ def _compiled(compiler: str) -> Path:
     return library
 
 
-def _digest(compiler: str) -> str:
+def _digest(compiler: list[str]) -> str:
     """Names everything that the library depends on."""
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    parts = [version, torch.__version__, " ".join(FLAGS), processor()]
+    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=False).stdout
+    parts = [version, torch.__version__, " ".join([*compiler[1:], *FLAGS]), processor()]
     parts += [path.read_text(encoding="utf-8") for path in sorted(SOURCES.iterdir())]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
@@ -125,11 +127,11 @@ def processor() -> str:
     )
 
 
-def _compile(compiler: str, library: Path) -> None:
+def _compile(compiler: list[str], library: Path) -> None:
     """Compiles all sources into one library, which appears complete or not at all."""
     root = Path(torch.__file__).parent
     part = library.with_suffix(f".{os.getpid()}.part")
-    command = [compiler, *FLAGS, f"-I{root / 'include'}", *map(str, sorted(SOURCES.glob("*.cpp")))]
+    command = [*compiler, *FLAGS, f"-I{root / 'include'}", *map(str, sorted(SOURCES.glob("*.cpp")))]
     command += ["-o", str(part), f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)

@@ -149,7 +149,9 @@ class PackedWeight:
     def _renew(self) -> None:
         """Drops the copies, and joins the weights, if they are several and not one matrix, or no more."""
         if self._pointers != self._where() and len(self.weights) > 1:
-            self.weight = torch.nn.Parameter(torch.cat([plain(weight) for weight in self.weights]), False)
+            whole = _whole(self.weights)
+            joined = torch.cat([plain(weight) for weight in self.weights]) if whole is None else whole
+            self.weight = torch.nn.Parameter(joined, False)
             views = self.weight.data.split([len(weight) for weight in self.weights])
             for weight, view in zip(self.weights, views):
                 weight.data = view
@@ -191,6 +193,18 @@ class PackedWeight:
     def _changes(self) -> list[int]:
         """Counts of the weights' changes in place; what was made under inference mode has none."""
         return [weight._version for weight in self._counted]
+
+
+def _whole(weights: Sequence[torch.nn.Parameter]) -> torch.Tensor | None:
+    """The matrix that weights are the rows of, as in a process that shares memory with another; None: they are none."""
+    first, end = plain(weights[0]), weights[0].storage_offset()
+    for weight in weights:
+        same = weight.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not same or weight.storage_offset() != end or not weight.is_contiguous():
+            return None
+        end += weight.numel()
+    rows = sum(len(weight) for weight in weights)
+    return first.as_strided((rows, first.shape[1]), first.stride())
 
 
 def _is_for_torch(states: torch.Tensor, weight: torch.Tensor) -> bool:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from specbench.system.errors import UserError, one_line
+from specbench.system.errors import UserError, one_line, out_of_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -53,9 +53,9 @@ def drivable(model: PreTrainedModel) -> Iterator[None]:
     """
     try:
         yield
-    except torch.OutOfMemoryError:
-        raise
     except (TypeError, AttributeError, RuntimeError, ValueError, LookupError) as error:
+        if out_of_memory(error):
+            raise
         raise UserError(
             f"model type '{model.config.model_type}' cannot be driven layer by layer: {one_line(error)}"
         ) from error

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from specbench.decoding.cpu.compiled_layers import release
 from specbench.decoding.cpu.lean_modules import lean_copy
 from specbench.decoding.cpu.packed_linear import pack_linears
 from specbench.decoding.kv_cache import ForwardContext, KVCache
@@ -151,6 +152,7 @@ class StagedModel:
         """An empty cache for `slots` sequences of up to `capacity` positions."""
         if self.width is not None:  # so that the last step of the KV length is a whole one
             capacity = fixed_shape.rounded_up(capacity, fixed_shape.KV_BUCKET)
+        release()  # the cache of the last pass, which may have been given up for this one
         stack = self.stack
         return KVCache(stack.devices, stack.kv_heads, stack.head_dim, slots, capacity, self.dtype)
 
