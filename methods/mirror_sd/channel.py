@@ -105,7 +105,9 @@ class MessageQueue:
         """
         deadline = None if timeout is None else time.perf_counter() + timeout
         while not self._wait(awake and self.spins):
-            if not alive() and not self.arrived.acquire(False):
+            if not alive():
+                if self.arrived.acquire(False):  # sent since, before it died
+                    break
                 raise EOFError
             if deadline is not None and time.perf_counter() > deadline:
                 raise TimeoutError

@@ -16,7 +16,7 @@ import torch
 
 from methods.mirror_sd import worker
 from methods.mirror_sd.brancher import Brancher
-from methods.mirror_sd.channel import ProcessChannel, elapsed
+from methods.mirror_sd.channel import MessageQueue, ProcessChannel, elapsed
 from methods.sps import SpeculativeSampling
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
@@ -91,6 +91,21 @@ def test_the_drafts_stream_has_a_high_priority(monkeypatch):
     )
     worker.Thread(SimpleNamespace(device=device), 5.0)
     assert made == [(device, -1)] and entered == [("own", "draft")]
+
+
+def test_the_last_message_of_a_sender_that_died_is_taken():
+    """It came after the receiver had looked."""
+    queue = MessageQueue(threading.Semaphore(0))
+    left = iter([7])
+
+    def died() -> bool:
+        for number in left:
+            queue.put(1, number)
+        return False
+
+    assert queue.take(died).numbers[0] == 7
+    with pytest.raises(EOFError):
+        queue.take(died)
 
 
 def test_a_process_is_handed_what_was_written():
