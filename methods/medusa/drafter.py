@@ -41,9 +41,9 @@ class Medusa(StateHeads):
         """Loads the heads, and trims their own output matrices as the target's head."""
         self.heads, settings, ids = load_heads(weights, self.target, pair)
         self.head = draft_head(pair, self.target, vocab_map, vocab_size, ids)
-        kept = slice(None) if ids is not None or self.head.token_ids is None else self.head.token_ids
-        own = [] if self.heads.output is None else self.heads.output
-        self._outputs = [packed_linear(output[kept], None) for output in own]
+        rows = self.head.token_ids if ids is None else None
+        outputs = [] if self.heads.output is None else self.heads.output
+        self._outputs = [packed_linear(one if rows is None else one[rows], None) for one in outputs]
         return self.heads.heads, settings.get("tree")
 
     def fill(self, batch: Batch, states: torch.Tensor, levels: Sequence[Level]) -> torch.Tensor:
