@@ -107,7 +107,7 @@ def of_make(target: str, given: dict[str, str]) -> tuple[str, list[str]] | None:
 def of_console(words: list[str]) -> tuple[str, list[str]] | None:
     """As `composed_by`, for what follows `specbench`."""
     name, *rest = words
-    if name == "--help" or rest == ["--help"]:
+    if "--help" in (name, *rest[-1:]):
         return None
     if name in COMPOSED:
         return COMPOSED[name], rest

@@ -149,9 +149,10 @@ class PackedWeight:
     def _renew(self) -> None:
         """Drops the copies, and joins the weights, if they are several and not one matrix, or no more."""
         if self._pointers != self._where() and len(self.weights) > 1:
-            whole = _whole(self.weights)
-            joined = torch.cat([plain(weight) for weight in self.weights]) if whole is None else whole
-            self.weight = torch.nn.Parameter(joined, False)
+            matrix = _side_by_side(self.weights)
+            if matrix is None:
+                matrix = torch.cat([plain(weight) for weight in self.weights])
+            self.weight = torch.nn.Parameter(matrix, False)
             views = self.weight.data.split([len(weight) for weight in self.weights])
             for weight, view in zip(self.weights, views):
                 weight.data = view
@@ -195,7 +196,7 @@ class PackedWeight:
         return [weight._version for weight in self._counted]
 
 
-def _whole(weights: Sequence[torch.nn.Parameter]) -> torch.Tensor | None:
+def _side_by_side(weights: Sequence[torch.nn.Parameter]) -> torch.Tensor | None:
     """The matrix that weights are the rows of, as in a process that shares memory with another; None: they are none."""
     first, end = plain(weights[0]), weights[0].storage_offset()
     for weight in weights:
