@@ -23,6 +23,7 @@ from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import SamplingParams, answer_seed
 from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.state import Request
+from specbench.models.names import PROMPTING
 from specbench.models.pairs import Pair, load_pair
 from specbench.system.errors import UserError
 from specbench.system.files import (
@@ -33,7 +34,7 @@ from specbench.system.files import (
     whole_lines,
     write_json,
 )
-from specbench.system.settings import Count, Seed, Temperature, check_all
+from specbench.system.settings import Count, Seed, Temperature, check_all, plain
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -101,6 +102,7 @@ def answer(cfg: DictConfig) -> Path:
         if not begun.exists():
             refuse_foreign(out, begun, "what its answers are of")
         settings = {name: cfg[name] for name in SAME} | {"target": cfg.pair.target}
+        settings |= {name: plain(cfg.pair)[name] for name in PROMPTING}
         settings |= {"data": data_of(cfg), "questions": questions_of(cfg)}
         if done := whole_lines(out):
             check_settings(begun, settings, f"'{out}'")
@@ -127,7 +129,10 @@ def write(cfg: DictConfig, out: Path, done: int) -> None:
         while done < cfg.count:
             originals = list(islice(texts, min(POOL * cfg.batch_size, cfg.count - done)))
             if not originals:
-                bar.write(f"there are {done} conversations, not {cfg.count}: all of them are answered")
+                bar.write(
+                    f"{done} conversations are answered, not {cfg.count}: all but those that are held out and those "
+                    "with a benchmark's text"
+                )
                 break
             for messages in answered(pair, engine, originals, decoding, cfg.seed, done):
                 file.write(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")

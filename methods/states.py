@@ -115,7 +115,8 @@ def text_facts(cfg: DictConfig) -> dict[str, Any]:
 def facts(cfg: DictConfig, pair: Pair) -> dict[str, Any]:
     """What the rows and states of a folder depend on."""
     width = pair.target.config.get_text_config().hidden_size
-    return text_facts(cfg) | {"hidden_size": width, "target_sha256": target_sha256(pair.target)}
+    of_pair = {"hidden_size": width, "target_sha256": target_sha256(pair.target), "prompting": pair.prompting}
+    return text_facts(cfg) | of_pair
 
 
 @torch.no_grad()

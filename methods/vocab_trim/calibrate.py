@@ -24,7 +24,7 @@ from specbench.data.conversations import check_conversations, conversations, cou
 from specbench.data.training import questions_of
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.models.pairs import Pair, draft_of, load_pair
-from specbench.system.errors import UserError
+from specbench.system.errors import UserError, stoppable
 from specbench.system.settings import Count, Seed, Temperature, check_all
 
 if TYPE_CHECKING:
@@ -81,6 +81,7 @@ def coverage(rows: list[list], seen: Counter, size: int) -> float:
     return sum(n for i, n in seen.items() if i in covered_ids) / seen.total()
 
 
+@stoppable(lambda: None)
 def calibrate(cfg: DictConfig) -> Path:
     """Counts as configured (conf/calibrate_vocab.yaml), writes the map and returns its folder."""
     check_all(cfg, SETTINGS)

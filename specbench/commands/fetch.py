@@ -47,7 +47,7 @@ def main() -> int:
     """Does what the command line says; returns the exit code."""
     usage = "specbench fetch PAIR [key=value ...], such as specbench fetch smollm2-135m"
     sys.argv[1:] = positional("pair", sys.argv[1:], usage)
-    return with_hydra("fetch", one_line_errors()(fetch))
+    return with_hydra("fetch", one_line_errors()(fetch), goes_on=True)
 
 
 if __name__ == "__main__":

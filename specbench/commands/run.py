@@ -210,7 +210,7 @@ def _child(command: list[str], log: IO[bytes] | None) -> int:
 def main() -> int:
     """Runs every job of the command line; returns the exit code, for a sweep the highest of its jobs."""
     command = Command()
-    return with_hydra("bench", command) or command.report()
+    return with_hydra("bench", command, goes_on=True) or command.report()
 
 
 if __name__ == "__main__":

@@ -25,12 +25,13 @@ from specbench import THREAD_VARIABLES
 from specbench.commands.run import run, run_locally, with_hydra
 from specbench.commands.sweep import Job
 from specbench.config.checks import check
-from specbench.data.questions import SPEC_BENCH, WARMUP
+from specbench.data.questions import SPEC_BENCH, WARMUP, questions_sha256
 from specbench.measure.records import run_folder as store
 from specbench.measure.records.source import method_sha256, source_sha256
 from specbench.system import settings as values
 from specbench.system.errors import UserError, import_optional, one_line_errors
 from specbench.system.files import lock_folder, make_folder
+from specbench.system.paths import packaged
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -168,13 +169,23 @@ def study_folder(base: DictConfig, space: str) -> Path:
     """The folder of the one study that such trials belong to. Raises UserError for what cannot work."""
     checked = cast("DictConfig", OmegaConf.create(OmegaConf.to_container(base)))
     spec = check(checked)
-    from specbench.measure.machine import provenance  # late: the hub's client takes a second
+    from specbench.measure.machine import provenance  # late: with torch it takes seconds
+    from specbench.models.pairs import load_pair, pair_for
 
     threads = [os.environ.get(name) for name in THREAD_VARIABLES]
     plain = values.plain(checked)
-    code = [source_sha256(), method_sha256(plain)]
-    weights = provenance.weights(plain["pair"], spec.drafter)
-    same = [store.config_hash(checked), space, code, weights, provenance.machine(), threads]
+    made_of = [source_sha256(), method_sha256(plain), questions_sha256(plain["data"])]
+    with_draft = spec.needs.draft_model
+    # Fetches what it reads of the hub or a package: their commits are known then.
+    load_pair(pair_for(checked.pair, spec.needs), checked.seed, with_draft, weights=False)
+    weights = provenance.weights(plain["pair"], spec.drafter, spec.engine)
+    fetched = {"target", *(["draft"] if with_draft else [])}
+    used = {
+        name: one.get("files") or one.get("commit")
+        for name, one in weights.items()
+        if name in fetched or packaged(one["source"]).exists()
+    }
+    same = [store.config_hash(checked), space, made_of, used, provenance.machine(), threads]
     digest = hashlib.sha256(json.dumps(same).encode()).hexdigest()[:8]
     folder = Path(base.runs_root) / "tune" / f"{spec.groups['method']['name']}_{base.pair.name}_{digest}"
     return make_folder(folder)
@@ -241,7 +252,7 @@ def report(study: Any, folder: Path, overrides: list[str], began_with_own: bool)
 def main() -> int:
     """Runs the study of the command line until it has as many trials as asked for; returns the exit code."""
     tuner = Tuner()
-    return with_hydra("tune", tuner) or min(tuner.failed, 1)
+    return with_hydra("tune", tuner, goes_on=True) or min(tuner.failed, 1)
 
 
 if __name__ == "__main__":

@@ -378,8 +378,13 @@ def positional(key: str, arguments: list[str], usage: str) -> list[str]:
     return [f"{key}={quoted(words[0])}", *(argument for argument in arguments if argument != words[0])]
 
 
-def with_hydra(config_name: str, task: Callable[[DictConfig], object]) -> int:
+def with_hydra(config_name: str, task: Callable[[DictConfig], object], goes_on: bool = False) -> int:
     """Gives `task` what Hydra composes from the command line; around what a task raises Hydra prints lines of its own.
+
+    Args:
+        config_name: of the configuration.
+        task: what gets it.
+        goes_on: whether the same command goes on where it was stopped, which is then said.
 
     Returns:
         0, or 130 when Ctrl-C has stopped it.
@@ -400,7 +405,8 @@ def with_hydra(config_name: str, task: Callable[[DictConfig], object]) -> int:
     except NOT_COMPOSED as error:
         raise UserError(explain(error, config_name, overrides)) from error
     except KeyboardInterrupt as stop:
-        print(f"\nstopped; {str(stop) or 'the same command goes on from here'}", file=sys.stderr)
+        place = str(stop) or ("the same command goes on from here" if goes_on else "")
+        print("\nstopped" + (f"; {place}" if place else ""), file=sys.stderr)
         return 130
     return 0
 
@@ -411,7 +417,7 @@ def program(config_name: str, task: Callable[[DictConfig], object]) -> Callable[
     @one_line_errors()
     def main() -> int:
         """Does what the command line says; returns the exit code."""
-        return with_hydra(config_name, one_line_errors()(task))
+        return with_hydra(config_name, one_line_errors()(task), goes_on=True)
 
     return main
 

@@ -81,12 +81,12 @@ class Conductor:
         counted = attempts[0].counted()
         self._seconds += counted["seconds"]
         self._disturbed_seconds += counted["disturbed"]
-        answers, disturbed = least_disturbed(attempts)
+        answers, disturbed, captured = least_disturbed(attempts)
         still_disturbed = disturbed
-        while self._is_worth_another(len(attempts), still_disturbed):
+        while self._is_worth_another(len(attempts), still_disturbed + captured):
             drafter.restore(learnt)  # or it would copy the answer that it has just given
             attempts.append(self._attempt(requests))
-            answers, still_disturbed = least_disturbed(attempts)
+            answers, still_disturbed, captured = least_disturbed(attempts)
         heat = between(heat, self.watch.heat())
         counters = added([attempt.counted() for attempt in attempts])  # over all attempts and arms
         watched = any(name in counters for name in (*LOST, "others"))

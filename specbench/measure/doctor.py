@@ -164,7 +164,7 @@ def examine(pair: Pair, make: Callable[[], Drafter], requests: Sequence[Request]
         *vocabulary_findings(pair, drafter, requests),
     ]
     if base.rounds < LEAST_ROUNDS:
-        findings.append(f"it drafted in {base.rounds} rounds alone: too few to say more")
+        findings.append(f"it drafted in only {base.rounds} rounds: too few to say more")
         return base, findings
     findings += shift_findings(base) + chain_findings(base)
     if drafter.taps and not drafter.overlaps_verification:

@@ -59,7 +59,7 @@ class Protocol:
             + (len(one.turns) - 1) * self.decoding.max_new_tokens
             for one in questions
         )
-        return min(max(last, default=0), self.pair.context_length - self.decoding.max_new_tokens)
+        return min(max(last, default=0), self.pair.context_length - 1)
 
     def request(self, question: Question, answers: Mapping[str, list[str]], arm: str, repeat: int) -> Request:
         """The next turn of a question for one arm.

@@ -54,8 +54,13 @@ class Attempt:
         ]
         return added(readings)
 
+    def captured(self) -> float:
+        """Seconds of the slices in which a pass was captured."""
+        slices = (one for of_arm in self.slices.values() for one in of_arm)
+        return sum(one.counted["seconds"] for one in slices if one.degree == CAPTURED)
 
-def least_disturbed(attempts: Sequence[Attempt]) -> tuple[dict[str, list[Generation]], float]:
+
+def least_disturbed(attempts: Sequence[Attempt]) -> tuple[dict[str, list[Generation]], float, float]:
     """Combines several attempts at the same answers: each stretch of text takes its time from the least disturbed one.
 
     The times of all arms for a stretch come from one attempt, so that they stay paired. Where an arm's rounds differ
@@ -66,15 +71,16 @@ def least_disturbed(attempts: Sequence[Attempt]) -> tuple[dict[str, list[Generat
         attempts: non-empty; ties go to the earliest.
 
     Returns:
-        The answers of each arm, and the share of their seconds in stretches that are still disturbed.
+        The answers of each arm; the share of their seconds in stretches that others still disturbed, and in such in
+        which a pass was captured.
     """
     first = attempts[0]
     several = any(len(answers) > 1 for answers in first.answers.values())
     structure = _structure(first)
     if several or any(_structure(attempt) != structure for attempt in attempts[1:]):
-        best = min(attempts, key=lambda attempt: attempt.counted()["disturbed"])
+        best = min(attempts, key=lambda attempt: attempt.captured() + attempt.counted()["disturbed"])
         counted = best.counted()
-        return best.answers, counted["disturbed"] / counted["seconds"]
+        return best.answers, counted["disturbed"] / counted["seconds"], best.captured() / counted["seconds"]
     pieces = [{arm: _pieces(attempt, arm) for arm in attempt.answers} for attempt in attempts]
     worst: list[dict[int, float]] = []  # by attempt: stretch -> the worst disturbance of any arm in it
     for of_attempt in pieces:
@@ -93,8 +99,10 @@ def least_disturbed(attempts: Sequence[Attempt]) -> tuple[dict[str, list[Generat
     chosen_pieces = [
         pieces[attempt][arm][number] for arm in sources for number, attempt in enumerate(sources[arm])
     ]
-    disturbed = sum(seconds for _, seconds, degree in chosen_pieces if degree > 1)
-    return answers, disturbed / sum(seconds for _, seconds, _ in chosen_pieces)
+    disturbed = sum(seconds for _, seconds, degree in chosen_pieces if 1 < degree < CAPTURED)
+    captured = sum(seconds for _, seconds, degree in chosen_pieces if degree == CAPTURED)
+    seconds = sum(seconds for _, seconds, _ in chosen_pieces)
+    return answers, disturbed / seconds, captured / seconds
 
 
 Piece = tuple[int, float, float]  # stretch, seconds, disturbance of its slice

@@ -261,9 +261,9 @@ class Job:
             facts_before = read_json(self.run_dir / store.FACTS)
             bandwidth = max(bandwidth, facts_before["bandwidth_bytes_per_second"])
             bench.conductor.peak_memory = facts_before["peak_memory_bytes"]
-            if setup.served is not None:  # each process may have met the same ones
-                faults = setup.served.faults
-                faults[:] = dict.fromkeys([*facts_before["engine"]["faults"], *faults])
+            if setup.served is not None:  # what its handshake has found again is no other fault
+                before, faults = facts_before["engine"]["faults"], setup.served.faults
+                faults[:] = [*before, *(fault for fault in faults if fault not in before)]
         # Another engine may draft with a file of its own.
         draft = None if setup.served is not None else setup.spec.needs.draft_of(self.cfg.pair)
         run_facts = facts(bench) | {

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from specbench.data.question_files import Question
+    from specbench.decoding.sampling import SamplingParams
     from specbench.decoding.state import Request
     from specbench.measure.arms import Setup
     from specbench.measure.protocol import Protocol
@@ -32,13 +33,16 @@ def warm_up(setup: Setup, protocol: Protocol, questions: Sequence[Question] = ()
     lengths_count = captured or isinstance(setup.arms.get(HF), FastestOf)
     ends = end_requests(protocol, protocol.decoding.max_new_tokens if lengths_count else TOKENS)
     if lengths_count:
-        ends = [*long_requests(ends[-1], protocol.longest_prompt(questions)), *ends]
+        long = long_requests(ends[-1], protocol.longest_prompt(questions))
+        ends = [*(replace(one, decoding=least(one, protocol)) for one in long), *ends]
     setup.set_reference_answers(ends)
     batch = filled(ends, setup.spec.batch_size)
-    if captured and setup.spec.batch_size > 1:  # and so has each number of sequences
-        batch = ending_one_by_one(batch)
     for name in setup.arms:
         setup.answers(name, ends if name == SINGLE else batch)
+    if captured and setup.spec.batch_size > 1:  # and so has each number of sequences
+        shrinking = ending_one_by_one(batch[-setup.spec.batch_size :], 1 + setup.drafter.max_draft_tokens)
+        for name in (BASELINE, METHOD):
+            setup.answers(name, shrinking)
     if setup.slots > len(batch):  # what holds all sequences that wait has its size now
         setup.answers(METHOD, filled(ends, setup.slots))
     drafter = setup.drafter
@@ -95,11 +99,17 @@ def filled(requests: list[Request], size: int) -> list[Request]:
     return requests * -(-size // len(requests))
 
 
-def ending_one_by_one(requests: list[Request]) -> list[Request]:
-    """The same requests with caps that fall evenly, so that the batch becomes smaller one by one."""
-    n = len(requests)
-    caps = [-(-request.decoding.max_new_tokens * (n - i) // n) for i, request in enumerate(requests)]
-    return [
-        replace(request, decoding=replace(request.decoding, max_new_tokens=cap))
-        for request, cap in zip(requests, caps)
+def least(request: Request, protocol: Protocol) -> SamplingParams:
+    """The decoding of a request, cut to what the context holds after its prompt."""
+    decoding = request.decoding
+    room = protocol.capped(request.prompt).max_new_tokens
+    return replace(decoding, max_new_tokens=min(decoding.max_new_tokens, room))
+
+
+def ending_one_by_one(requests: list[Request], step: int) -> list[Request]:
+    """The same requests with caps of `step` tokens, twice as many, ...: the batch becomes smaller one by one."""
+    decodings = [
+        replace(one.decoding, max_new_tokens=min(one.decoding.max_new_tokens, step * n))
+        for n, one in enumerate(requests, start=1)
     ]
+    return [replace(one, decoding=decoding) for one, decoding in zip(requests, decodings)]

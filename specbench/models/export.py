@@ -107,10 +107,11 @@ def _written(digest: str, name: str, write: Callable[[Path], None]) -> Path:
 
 
 def _digest(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> str:
-    """A number that changes with config, weights, tokens and chat template."""
+    """A number that changes with configs, weights, tokens and chat template."""
     rules = getattr(tokenizer, "backend_tokenizer", None)
     tokens = [tokenizer.get_vocab(), tokenizer.special_tokens_map, None if rules is None else rules.to_str()]
-    form = [FORM, model.config.to_dict(), tokens, tokenizer.chat_template]
+    configs = [one.to_dict() for one in (model.config, model.generation_config) if one is not None]
+    form = [FORM, configs, tokens, tokenizer.chat_template]
     digest = hashlib.sha256(json.dumps(form, sort_keys=True, default=str).encode())
     for name, weight in sorted(model.state_dict().items()):
         digest.update(name.encode())

@@ -12,6 +12,9 @@ from specbench.system.paths import packaged
 if TYPE_CHECKING:
     from pathlib import Path
 
+# Keys of a pair that its target's answers depend on, beside its weights.
+PROMPTING = ("target_revision", "tokenizer", "chat_template", "template_kwargs", "stop_ids", "dtype")
+
 
 def local_folder(name: str) -> Path | None:
     """The folder that `name` means, None if it is a hub id, a package or a GGUF file.

@@ -6,6 +6,8 @@ transformers takes seconds to import, so it is imported where a model is loaded:
 from __future__ import annotations
 
 import copy
+import hashlib
+import json
 import os
 import pickle
 from contextlib import contextmanager
@@ -24,6 +26,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from jinja2 import TemplateError
 from safetensors import SafetensorError
 
 from specbench.decoding.model.graphs import Options, set_options
@@ -32,7 +35,7 @@ from specbench.models.gguf import converted, gguf_file, is_gguf, source_of
 from specbench.models.names import local_folder
 from specbench.models.packages import fetched, is_package
 from specbench.models.surgery import cut, embedding_names, share_embeddings, shares_embeddings
-from specbench.system.errors import UserError
+from specbench.system.errors import UserError, one_line, out_of_memory
 from specbench.system.paths import packaged
 from specbench.system.settings import plain
 
@@ -69,6 +72,10 @@ USER_WORDS = "WORDS OF THE USER"  # which no template writes by itself
 GENERATION = "generation_config.json"
 # What templates are told the date is: by today's, prompts would differ from day to day. The one of Llama 3's own.
 TODAY = datetime(2024, 7, 26)
+# The function that templates call for it, in their own language: transformers hands them no functions.
+DATE = "{% macro strftime_now(form) %}{{ form"
+DATE += "".join(f"|replace('%{c}', '{TODAY.strftime('%' + c)}')" for c in (*"aAbBdmyYHIMSpj", "-d", "-m"))
+DATE += " }}{% endmacro %}"
 SMALL_FILES = ["*.json", "*.model", "*.txt", "*.jinja", "*.py"]  # code, for who sets trust_remote_code
 SAFETENSORS = "*.safetensors"
 WEIGHT_FILES = [SAFETENSORS, "*.bin", "*.pt"]
@@ -145,15 +152,31 @@ class Pair:
         return self.encode(self.rendered(messages))
 
     def rendered(self, messages: list[dict]) -> str:
-        """The text that the template makes of a conversation, up to where the answer begins."""
-        text: Any = self.tokenizer.apply_chat_template(
-            messages,
-            chat_template=self.chat_template,
-            add_generation_prompt=True,
-            tokenize=False,
-            **({"strftime_now": TODAY.strftime} | self.template_kwargs),
-        )
+        """The text that the template makes of a conversation, up to where the answer begins.
+
+        Raises:
+            UserError: the template refuses the conversation, such as one with a system message.
+        """
+        template = self.chat_template
+        if "strftime_now" in template and "strftime_now" not in self.template_kwargs:
+            template = DATE + template
+        try:
+            text: Any = self.tokenizer.apply_chat_template(
+                messages,
+                chat_template=template,
+                add_generation_prompt=True,
+                tokenize=False,
+                **self.template_kwargs,
+            )
+        except TemplateError as error:
+            raise UserError(f"the chat template of pair '{self.name}' refuses: {one_line(error)}") from error
         return text
+
+    @property
+    def prompting(self) -> str:
+        """A digest of what prompts and the ends of answers depend on beside the conversation."""
+        parts = [self.chat_template, self.template_kwargs, sorted(self.stop_ids), self.tokenizer.get_vocab()]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     def user_turn(self, messages: list[dict]) -> tuple[str, str]:
         """What the template writes around the user's next turn, from the beginning up to where the answer begins.
@@ -219,6 +242,8 @@ def load_pair(
     source = target if cfg.tokenizer is None else _Source(cfg.tokenizer, None, cfg)
     tokenizer = (_Source(STAND_IN, None, cfg) if standing_in else source).tokenizer()
     chat_template = tokenizer.chat_template if standing_in else cfg.chat_template or tokenizer.chat_template
+    if isinstance(chat_template, dict):  # of several by name, such as for the use of tools
+        chat_template = chat_template.get("default")
     if not chat_template:
         raise UserError(f"the tokenizer of pair '{cfg.name}' has no chat template: set pair.chat_template")
     config = target.config()
@@ -605,6 +630,9 @@ def _one_line(source: _Source) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise UserError(f"'{source.name}' does not fit into the memory of {source.cfg.device}") from error
-    except (OSError, ValueError, ImportError, SafetensorError, pickle.UnpicklingError) as error:
-        # ImportError: a package that quantised weights, or the checkpoint's own code, need
-        raise UserError(f"cannot load '{source.name}': {str(error).strip().splitlines()[0]}") from error
+    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError, pickle.UnpicklingError) as error:
+        # ImportError: a package that quantised weights, or the checkpoint's own code, need; RuntimeError: of torch's
+        # own files, where they were cut short
+        if out_of_memory(error):
+            raise
+        raise UserError(f"cannot load '{source.name}': {one_line(error)}") from error

@@ -12,6 +12,7 @@ from scipy.stats import chisquare
 
 from specbench.decoding import acceptance
 from specbench.decoding.acceptance import accept, block_chain, block_chances
+from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams, position_draws, sample_inverse_cdf
@@ -20,7 +21,7 @@ from specbench.system.errors import UserError
 from specbench.system.settings import BLOCK
 from tests.support.decoding import random_pair
 from tests.support.distribution import SHAPE, p_value_alone
-from tests.support.drafters import ModelChain, ModelTree
+from tests.support.drafters import ModelChain, ModelTree, Oracle
 
 VOCAB, K = 3, 3
 Tokens = tuple[int, ...]
@@ -37,6 +38,16 @@ def tables(seed: int) -> tuple[Table, Table]:
         for _ in range(2)
     )
     return target, draft
+
+
+def test_certain_drafts_leave_an_answer_as_it_is():
+    """The baseline draws with fewer numbers a position: those of the target must be the same."""
+    pair, prompt = random_pair("llama"), [3, 9, 27] * 4
+    target, decoding = StagedModel(pair.target), SamplingParams(40, 0.5, BLOCK)
+    plain = Engine(target, Drafter(), frozenset()).answer(prompt, decoding, 7)
+    oracle = Oracle(len(prompt), plain.tokens, target.vocab_size, 0, 0.3, longest=4, tree=False)
+    answer = Engine(target, oracle, frozenset()).answer(prompt, decoding, 7)
+    assert answer.tokens == plain.tokens and any(step.accepted > 1 for step in answer.steps)
 
 
 def along(table: Table, tokens: Tokens, rows: int) -> torch.Tensor:

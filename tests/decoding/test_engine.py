@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -93,6 +94,56 @@ def test_each_sequence_ends_once_for_the_drafter_whatever_raises():
     assert sorted(drafter.ended) == [0, 1, 2]
 
 
+class Told:
+    """A clock that only moves when it is told to."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def mark(self):
+        return self.now
+
+    def synchronize(self):
+        pass
+
+    def seconds(self, start, end):
+        return end - start
+
+
+class Slow(Raising):
+    """Takes so many seconds for each of its tasks."""
+
+    def __init__(self, clock):
+        super().__init__()
+        self.clock = clock
+
+    def open(self, slots, target):
+        self.clock.now += 8
+
+    def begin(self, slot, sequence, prefill):
+        self.clock.now += 4
+
+    def draft(self, batch):
+        self.clock.now += 2
+        return super().draft(batch)
+
+    def commit(self, batch, verified):
+        self.clock.now += 1
+
+
+def test_a_drafters_time_lies_where_it_spends_it():
+    """What is made for all answers and the work on the prompt are prefill; what follows a verification is not draft."""
+    clock = Told()
+    engine = Engine(StagedModel(random_pair("llama").target), Slow(clock), frozenset(), Scheduler(2))
+    engine.clock = clock
+    answers = engine.generate([Request([7, 9, 4 + i], SamplingParams(6)) for i in range(2)])
+    for answer in answers:
+        assert answer.prefill_seconds == 8 / 2 + 4
+        drafting = [step for step in answer.steps if step.drafted]
+        assert drafting and all((s.draft_seconds, s.other_seconds) == (2 / 2, 1 / 2) for s in drafting)
+    assert sum(answer.seconds for answer in answers) == clock.now
+
+
 class Spectator(Drafter):
     """Two candidates for each sequence but the first, and a chain of three that is only looked at."""
 
@@ -125,6 +176,22 @@ def test_what_is_only_looked_at(slots):
     assert spectator.rounds > 5
     for i, answer in enumerate(answers):
         assert {(s.drafted, s.depth) for s in answer.steps[:-1]} == {(2, 1) if i else (0, 0)}
+
+
+def test_nan_in_one_sequence_ends_a_greedy_batch(monkeypatch):
+    target = StagedModel(random_pair("llama").target)
+    unembed, calls = target.unembed, itertools.count()
+
+    def spoiled(hidden: torch.Tensor) -> torch.Tensor:
+        logits = unembed(hidden)
+        if hidden.dim() == 3 and next(calls) > 0:
+            logits[-1] = float("nan")
+        return logits
+
+    monkeypatch.setattr(target, "unembed", spoiled)
+    requests = [Request([7, 9, 4 + i], SamplingParams(6)) for i in range(3)]
+    with pytest.raises(UserError, match="no token can be chosen.*NaN"):
+        Engine(target, Drafter(), frozenset(), Scheduler(3)).generate(requests)
 
 
 @pytest.mark.parametrize("place", [0, 3])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from specbench.decoding import acceptance
+from specbench.decoding import engine
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
@@ -99,9 +99,13 @@ def test_certain_drafts_leave_a_sampled_answer_as_it_is(arch, tree):
 
 
 def test_a_draw_with_the_number_of_another_position_is_found(monkeypatch):
-    real = acceptance.greedy_chain
-    monkeypatch.setattr(acceptance, "greedy_chain", lambda choices, *rest: real(choices.roll(1, -1), *rest))
-    with pytest.raises(AssertionError):
+    real = engine.accept_at_once
+
+    def shifted(runner, cache, logits, draft, decoding, uniforms, limits):
+        return real(runner, cache, logits, draft, decoding, uniforms.roll(1, 1), limits)
+
+    monkeypatch.setattr(engine, "accept_at_once", shifted)
+    with pytest.raises(AssertionError, match=r"assert \["):
         test_certain_drafts_leave_a_sampled_answer_as_it_is("llama", False)
 
 

@@ -103,9 +103,12 @@ def test_with_kernels_all_products_read_panels():
     assert isinstance(one, Panels) and one is several
 
 
-def test_without_kernels_one_token_reads_columns_and_several_blocks(monkeypatch):
+def test_without_kernels_one_token_reads_columns_and_several_blocks_of_what_is_large(monkeypatch):
     monkeypatch.setattr(native, "_available", lambda: False)
     weight = torch.randn(40, 24)
+    one, several = forms(weight)
+    assert one is several
+    monkeypatch.setattr(linear, "LARGE", weight.numel())
     one, several = forms(weight)
     assert torch.equal(one, weight) and one.stride(0) == 1
     assert several.is_mkldnn and torch.equal(several.to_dense(), weight)
@@ -156,11 +159,17 @@ def test_under_autocast_products_are_torchs(joined):
 
 
 @pytest.mark.parametrize(
-    ("kernels", "dtype", "copies"),
-    [(True, torch.float32, 1), (False, torch.float32, 2), (True, torch.float64, 0)],
+    ("kernels", "large", "dtype", "copies"),
+    [
+        (True, 0, torch.float32, 1),
+        (False, 0, torch.float32, 2),
+        (False, 40 * 24 + 1, torch.float32, 1),
+        (True, 0, torch.float64, 0),
+    ],
 )
-def test_room_is_that_of_all_copies(kernels, dtype, copies, monkeypatch):
+def test_room_is_that_of_all_copies(kernels, large, dtype, copies, monkeypatch):
     monkeypatch.setattr(native, "_available", lambda: kernels)
+    monkeypatch.setattr(linear, "LARGE", large)
     size = 24 * 40 * dtype.itemsize
     for free, room in ((2 * copies * size + 1, True), (2 * copies * size, not copies)):
         monkeypatch.setattr(linear, "free_memory", lambda free=free: free)

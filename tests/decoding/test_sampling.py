@@ -10,7 +10,14 @@ import torch
 from specbench.decoding import acceptance
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.decoding.sampling import NOT_DRAWN, SamplingParams, check_sampled, sample_inverse_cdf
+from specbench.decoding.sampling import (
+    NOT_DRAWN,
+    TARGET,
+    SamplingParams,
+    check_sampled,
+    position_draws,
+    sample_inverse_cdf,
+)
 from specbench.system.errors import UserError
 from tests.support.decoding import random_pair
 from tests.support.distribution import PROMPT, SHAPE, p_value_alone
@@ -58,6 +65,11 @@ def test_weights_that_are_no_distribution_give_no_token():
     with pytest.raises(UserError, match=r"NaN or inf.*pair\.dtype"):
         check_sampled([4, NOT_DRAWN])
     assert check_sampled([4, 0]) == [4, 0]
+
+
+def test_the_target_draws_with_the_same_numbers_whatever_the_drafter_needs():
+    first, *others = (position_draws(5, 12, columns, torch.device("cpu"))[:, TARGET] for columns in (0, 1, 4))
+    assert all(torch.equal(first, other) for other in others)
 
 
 def test_a_seed_fixes_the_answer(pair):

@@ -151,8 +151,13 @@ FAULTS = (
         "asking again is time of a batch",
         "audit",
         "specbench/engines/served.py",
-        "seconds = max(reply.ended for reply, _ in replies) - begun",
-        "seconds = time.perf_counter() - begun + 1",
+        "        seconds = max(reply.ended for reply, _ in replies) - begun\n        answers = [\n"
+        "            self._generation(name, *reply, request, several=True) "
+        "for reply, request in zip(replies, requests)\n        ]\n",
+        "        answers = [\n"
+        "            self._generation(name, *reply, request, several=True) "
+        "for reply, request in zip(replies, requests)\n        ]\n"
+        "        seconds = time.perf_counter() - begun\n",
         ("tests/engines/test_served.py",),
     ),
 )

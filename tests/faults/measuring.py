@@ -23,8 +23,8 @@ FAULTS = (
         "of two attempts the disturbed one is kept",
         "measuring",
         f"{M}/remeasure.py",
-        'best = min(attempts, key=lambda attempt: attempt.counted()["disturbed"])',
-        'best = max(attempts, key=lambda attempt: attempt.counted()["disturbed"])',
+        'best = min(attempts, key=lambda attempt: attempt.captured() + attempt.counted()["disturbed"])',
+        'best = max(attempts, key=lambda attempt: attempt.captured() + attempt.counted()["disturbed"])',
         ("tests/measure/test_remeasure.py",),
     ),
     Fault(
@@ -103,8 +103,8 @@ FAULTS = (
         "disturbed times are kept",
         "measuring",
         "specbench/measure/conductor.py",
-        "answers, still_disturbed = least_disturbed(attempts)",
-        "_, still_disturbed = least_disturbed(attempts)",
+        "answers, still_disturbed, captured = least_disturbed(attempts)",
+        "_, still_disturbed, captured = least_disturbed(attempts)",
         ("tests/measure/test_remeasure.py",),
     ),
     Fault(

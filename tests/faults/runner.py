@@ -26,6 +26,8 @@ from tests.faults.fault import Fault, planted
 EVERY, FAST = re.findall(r"^(?:EVERY|FAST) := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
 FAST = FAST.replace("$(EVERY)", EVERY)
 SECONDS = 900.0  # for the tests of one fault: a fault may make them wait for ever
+ENDLESS = f"(the tests did not end within {SECONDS:g} s)"
+NONE_CHOSEN = 5  # pytest's exit code where no test has its turn
 
 
 def copied(to: Path) -> None:
@@ -49,15 +51,23 @@ def found_by(fault: Fault, most: int = 3) -> list[str]:
             ("0", ["-m", FAST]),
         ):
             red = failed(Path(folder), [*chosen, f"--maxfail={most}"], turn)
-            if red := red and without_those_of_a_clean_copy(red):
+            if red := red and without_those_of_a_clean_copy(red, chosen, turn):
                 return red
     return []
 
 
-def without_those_of_a_clean_copy(red: list[str]) -> list[str]:
-    """The tests of some that turned red which are green where no fault was planted."""
+def without_those_of_a_clean_copy(red: list[str], chosen: list[str], turn: str) -> list[str]:
+    """The tests of some that turned red, or did not end, which are green where no fault was planted.
+
+    Args:
+        red: as `failed` gives them.
+        chosen: what pytest was told.
+        turn: as of `failed`.
+    """
     with tempfile.TemporaryDirectory() as folder:
         copied(Path(folder))
+        if red == [ENDLESS]:
+            return red if ENDLESS not in failed(Path(folder), chosen, turn) else []
         # Whole functions: a case may have a name with spaces.
         functions = {test: test.partition("[")[0] for test in red if "::" in test}
         always = {
@@ -82,12 +92,12 @@ def failed(root: Path, arguments: list[str], turn: str) -> list[str]:
             command, cwd=root, env=environment, capture_output=True, text=True, timeout=SECONDS
         )
     except subprocess.TimeoutExpired:
-        return [f"(the tests did not end within {SECONDS:g} s)"]
+        return [ENDLESS]
     found = re.findall(r"^(?:FAILED|ERROR) (\S+::\S+)", done.stdout, re.MULTILINE)
     uncollected = re.search(
         r"^ERROR [^\s:]+( |$)", done.stdout, re.MULTILINE
     )  # a file that cannot be imported
-    if uncollected or (not found and done.returncode != 0):
+    if uncollected or (not found and done.returncode not in (0, NONE_CHOSEN)):
         raise RuntimeError(
             f"pytest {' '.join(arguments)}: exit code {done.returncode}\n{done.stdout[-2000:]}"
         )

@@ -131,15 +131,14 @@ def test_batches_are_warmed_up_with_all_that_a_scheduler_holds_and_become_smalle
     pair = SimpleNamespace(context_length=512, prompt_ids=lambda messages: PROMPT)
     arms = {name: partial(arm, name) for name in (BASELINE, METHOD, SINGLE)}
     protocol = Protocol(pair, SamplingParams(40), "paired", 0, [SimpleNamespace(turns=["a question"])])
-    for passes, batch in ((None, [warm_up.TOKENS] * 4), (PretendedRunner(), [40, 30, 20, 10])):
+    drafter = Drafter()
+    drafter.max_draft_tokens = 4
+    for passes, cap in ((None, warm_up.TOKENS), (PretendedRunner(), 40)):
         target, spec = SimpleNamespace(runner=passes), RunSpec({}, None, 4)
-        warm_up.warm_up(Setup(pair, target, Drafter(), arms, spec, slots=6), protocol)
-        assert asked == [
-            (BASELINE, batch),
-            (METHOD, batch),
-            (SINGLE, batch[:1] * 2),
-            (METHOD, batch[:1] * 6),
-        ]
+        warm_up.warm_up(Setup(pair, target, drafter, arms, spec, slots=6), protocol)
+        shrinking = [(name, [5, 10, 15, 20]) for name in (BASELINE, METHOD)] if passes else []
+        whole = [(BASELINE, [cap] * 4), (METHOD, [cap] * 4), (SINGLE, [cap] * 2)]
+        assert asked == [*whole, *shrinking, (METHOD, [cap] * 6)]
         asked.clear()
 
 

@@ -72,6 +72,16 @@ def test_engines_with_other_files_or_interpreters_do_not_compare():
     assert len(provenance.differences(same, other_python)) == 1
 
 
+def test_weights_that_one_run_does_not_know_are_no_difference():
+    """A draft model that was fetched meanwhile, for another job of a sweep, is none that this one reads."""
+
+    def run(commit: str | None) -> dict:
+        return {"weights": {"draft": {"source": "a/b", "revision": None, "commit": commit}}}
+
+    assert provenance.differences(run(None), run("abc"), ["weights"]) == []
+    assert len(provenance.differences(run("abc"), run("def"), ["weights"])) == 1
+
+
 def test_no_secret_is_recorded(questions, monkeypatch):
     secret = "hf_" + "a1B2" * 8
     monkeypatch.setenv("HF_TOKEN", secret)

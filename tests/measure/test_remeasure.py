@@ -1,5 +1,7 @@
 """Goes at the same answers that are joined: every stretch from the go that was disturbed least, for all arms alike."""
 
+import itertools
+import time
 from contextlib import closing
 from types import SimpleNamespace
 
@@ -18,7 +20,7 @@ from specbench.measure import conductor
 from specbench.measure.arms import METHOD, Setup
 from specbench.measure.conductor import Conductor
 from specbench.measure.machine.watch import Watch
-from specbench.measure.remeasure import STRETCH, Attempt, Slice, least_disturbed
+from specbench.measure.remeasure import CAPTURED, STRETCH, Attempt, Slice, least_disturbed
 from specbench.measure.runner import prepare
 from tests.support.conf import composed
 from tests.support.decoding import random_pair
@@ -60,8 +62,8 @@ def attempt(slow: dict[int, bool], factor: float) -> Attempt:
 def test_joined_goes_are_as_one_that_nobody_disturbed(first, second, factor):
     """Where at least one go was left alone; whether a disturbed one was slower or faster plays no part."""
     attempts = [attempt(dict.fromkeys(first, True), factor), attempt(dict.fromkeys(second, True), factor)]
-    answers, disturbed = least_disturbed(attempts)
-    quiet, _ = least_disturbed([attempt({}, factor)])
+    answers, disturbed, _ = least_disturbed(attempts)
+    quiet, *_ = least_disturbed([attempt({}, factor)])
     for arm in quiet:
         for at, (ours, theirs) in enumerate(zip(answers[arm][0].steps, quiet[arm][0].steps)):
             stretch = (1 + (at + 1) * ours.emitted - 1) // STRETCH
@@ -82,7 +84,7 @@ def test_all_arms_take_a_stretch_from_one_go(arm):
     attempts = [attempt({1: True}, 3.0), attempt({}, 3.0)]
     other = {"baseline": "method", "method": "baseline"}[arm]
     attempts[0].slices[other] = attempts[1].slices[other]
-    answers, _ = least_disturbed(attempts)
+    answers, *_ = least_disturbed(attempts)
     for name in (arm, other):
         seconds = [
             sum(step.verify_seconds for step in of[name][0].steps) for of in (answers, attempts[1].answers)
@@ -91,7 +93,7 @@ def test_all_arms_take_a_stretch_from_one_go(arm):
 
 
 def test_the_seconds_of_an_answer_are_those_of_its_parts():
-    answers, _ = least_disturbed([attempt({0: True, 3: True}, 4.0), attempt({2: True}, 4.0)])
+    answers, *_ = least_disturbed([attempt({0: True, 3: True}, 4.0), attempt({2: True}, 4.0)])
     for (answer,) in answers.values():
         parts = ("draft_seconds", "verify_seconds", "other_seconds", "align_seconds")
         rounds = sum(getattr(step, part) for step in answer.steps for part in parts)
@@ -101,7 +103,7 @@ def test_the_seconds_of_an_answer_are_those_of_its_parts():
 def test_goes_whose_rounds_differ_are_not_mixed():
     first, second = attempt({0: True, 1: True}, 2.0), attempt({3: True}, 2.0)
     second.answers["method"][0].steps[2:4] = [step(1e-3, 8)]
-    answers, disturbed = least_disturbed([first, second])
+    answers, disturbed, _ = least_disturbed([first, second])
     assert answers is second.answers and disturbed == pytest.approx(2 / 10)
 
 
@@ -117,7 +119,7 @@ def test_an_answer_without_rounds_that_were_timed():
     for number, one in enumerate(attempts):
         one.answers["generate"] = [Generation([1, 2, 3], None, 1.0 + number, "length")]
         one.slices["generate"] = [Slice(3, *(BUSY if number == 0 else QUIET))]
-    answers, disturbed = least_disturbed(attempts)
+    answers, disturbed, _ = least_disturbed(attempts)
     assert answers["generate"][0].seconds == 2.0 and disturbed == 0
 
 
@@ -141,6 +143,28 @@ def test_each_go_knows_what_the_first_one_did(monkeypatch):
         bench.measure(bench.protocol.warmup[:1], 0)
     drafted = [[(step.drafted, step.accepted) for step in one.answers["method"][0].steps] for one in seen[0]]
     assert len(drafted) == 3 and drafted == drafted[:1] * 3
+
+
+@pytest.mark.slow
+def test_an_answer_whose_times_are_not_taken_is_judged_as_well(monkeypatch):
+    settings = ("method=pld", "pair=tiny_shallow", "pair.device=cpu", "generate=false")
+    bench = prepare(composed("bench", *settings, "remeasure=1", "decoding.max_new_tokens=24"))
+    monkeypatch.setattr(Watch, "disturbance", lambda *_: 4.0)
+    right, calls = bench.setup.arms[METHOD], itertools.count(1)
+
+    def wrong_at_last(requests):
+        answers = yield from right(requests)
+        if next(calls) == 2:
+            time.sleep(0.3)  # so that it is the more disturbed one
+            answers[0].tokens[-1] ^= 1
+        return answers
+
+    bench.setup.arms[METHOD] = wrong_at_last
+    [record] = bench.measure(bench.protocol.warmup[:1], 0)
+    turn = record["turns"][0]
+    assert turn["machine"]["goes"] == 2
+    first, reference = (turn["arms"][name][0]["tokens"] for name in (METHOD, "baseline"))
+    assert first == reference and turn["equivalence"]["verdict"] == "violation"
 
 
 def conductor_of(monkeypatch, attempts: list[Attempt], remeasure: int = 2) -> Conductor:
@@ -176,8 +200,20 @@ def test_answers_that_capture_a_pass_are_measured_again_and_the_machine_is_not_h
         conductor_.measure({METHOD: [Request(prompt, SamplingParams(12))]}).machine for _ in range(2)
     )
     assert sum(graphs.captures for graphs in made) > 1
-    assert first["goes"] == 2 and first["disturbed_share"] > 0 == first["still_disturbed_share"]
-    assert first["counters"]["disturbed"] == 0 and second["goes"] == 1
+    assert first["goes"] == 2 and second["goes"] == 1
+    assert first["disturbed_share"] == 0, "others are not to blame"
+
+
+def test_an_attempt_that_captured_a_pass_is_not_the_one_that_counts():
+    """Where attempts differ, one is taken as a whole."""
+    first, second = attempt({}, 1.0), attempt({}, 1.0)
+    for slices in first.slices.values():
+        slices[0] = Slice(slices[0].tokens, TIME, CAPTURED)
+    second.answers["method"][0].tokens[-1] += 1
+    answers, disturbed, captured = least_disturbed([first, second])
+    assert answers is second.answers and disturbed == captured == 0
+    answers, disturbed, captured = least_disturbed([first])
+    assert disturbed == 0 < captured
 
 
 @pytest.mark.parametrize(("slow", "times"), [({}, 1), ({0: True}, 3)])

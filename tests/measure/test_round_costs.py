@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 
 import pytest
+from omegaconf import OmegaConf
 
 from specbench.config.spec import RunSpec
 from specbench.decoding.drafter import Drafter
@@ -74,7 +76,8 @@ def test_some_lengths_are_measured_and_those_between_follow(size):
 
 def test_costs_that_are_there_are_taken():
     place = Workplace()
-    assert set_round_costs(place.setup, place.protocol(), [1.0, 1.1]) == [1.0, 1.1]
+    costs = set_round_costs(place.setup, place.protocol(), OmegaConf.create([1, 1.1]))
+    assert json.dumps(costs) == "[1.0, 1.1]", "as provenance has it"
     assert not place.lengths and isinstance(place.drafter.rule, Goodput)
 
 

@@ -134,9 +134,10 @@ def test_measured_is_what_this_code_completed_without_failures(config, run_dir, 
     store.finalise(failed)
     assert not store.is_measured(failed, config)
     assert says(store.why_failed(failed), "1 of 2 ... 2 ... out of memory")
-    for module, name in ((store, "source_sha256"), (provenance, "weights")):
+    again = {"target": {"files": {"model.safetensors": "of another training"}}}
+    for module, name, other in ((store, "source_sha256", "other"), (provenance, "weights", again)):
         with monkeypatch.context() as patch:
-            patch.setattr(module, name, lambda *_: "other")
+            patch.setattr(module, name, lambda *_, other=other: other)
             assert not store.is_measured(run_dir, config)
     monkeypatch.setattr(store, "questions_sha256", lambda data: "other")
     assert not store.is_measured(run_dir, config)

@@ -113,6 +113,9 @@ def test_repeats_of_a_pool_are_no_sample_of_pools():
     assert repeated == once and once.high > 100
     apart = speedup([1.0, 3.0, 8.0, 8.0], np.ones(4), pools=["a", "a", "b", "b"])  # repeats are averaged
     assert apart == once
+    assert (
+        speedup([2.0, 2.0, 2.0, 8.0], np.ones(4), pools=[0, 0, 0, 1]) == once
+    )  # not weighed by their number
 
 
 @settings(deadline=None, max_examples=20)

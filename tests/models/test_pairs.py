@@ -210,6 +210,34 @@ def test_a_template_without_the_users_words(cfg):
         load_pair(cfg, 0, with_draft=False).user_turn([])
 
 
+def test_templates_are_told_one_day_as_the_date(cfg):
+    """By today's, prompts would differ from day to day."""
+    cfg.chat_template = "{{ strftime_now('%d %b %Y, %Y-%m-%d, %-d %B') }}: {{ messages[0].content }}"
+    pair = load_pair(cfg, 0, with_draft=False)
+    assert pair.rendered(CHAT) == "26 Jul 2024, 2024-07-26, 26 July: Zwölf?"
+
+
+def test_a_conversation_that_the_template_refuses_is_one_line(cfg):
+    cfg.chat_template = "{{ raise_exception('System role not supported') }}"
+    pair = load_pair(cfg, 0, with_draft=False)
+    with pytest.raises(UserError, match="template of pair .* refuses: .*System role not supported"):
+        pair.prompt_ids(CHAT)
+
+
+@pytest.mark.parametrize("names", [["default", "tool_use"], ["tool_use"]])
+def test_of_several_templates_the_default_is_taken(cfg, names):
+    edit_json(
+        Path(cfg.target) / "tokenizer_config.json",
+        chat_template=[{"name": name, "template": f"{name} {{{{ messages[0].content }}}}"} for name in names],
+    )
+    (Path(cfg.target) / "chat_template.jinja").unlink(missing_ok=True)
+    if "default" not in names:
+        with pytest.raises(UserError, match="no chat template: set pair.chat_template"):
+            load_pair(cfg, 0, with_draft=False)
+    else:
+        assert load_pair(cfg, 0, with_draft=False).rendered(CHAT) == "default Zwölf?"
+
+
 def test_neither_template(cfg):
     byte_tokenizer(chat_template=None).save_pretrained(cfg.target)
     _file(cfg.target, "chat_template.jinja").unlink(missing_ok=True)
@@ -242,6 +270,10 @@ def test_bin_weights_load_without_running_code(cfg):
         def __reduce__(self):
             return print, ("code ran",)
 
+    whole = _file(cfg.target, "pytorch_model.bin").read_bytes()
+    _file(cfg.target, "pytorch_model.bin").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(UserError, match="cannot load"):
+        load_pair(cfg, seed=0, with_draft=False)
     torch.save({**state, "evil": Code()}, _file(cfg.target, "pytorch_model.bin"))
     with pytest.raises(UserError, match="[Ww]eights.only"):
         load_pair(cfg, seed=0, with_draft=False)

@@ -96,7 +96,7 @@ def assert_the_seconds_of_all_rows_are_the_time_of_the_call(drafter: Drafter, sc
     begun = time.perf_counter()
     answers = engine.generate(requests)
     spent = time.perf_counter() - begun
-    assert 0.9 * spent < sum(answer.seconds for answer in answers) <= spent
+    assert 0.5 * spent < sum(answer.seconds for answer in answers) <= spent
     for answer in answers:
         parts = sum(
             s.draft_seconds + s.verify_seconds + s.other_seconds + s.align_seconds for s in answer.steps

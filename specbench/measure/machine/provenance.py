@@ -147,7 +147,17 @@ def record(run_dir: Path, provenance: dict) -> None:
 
 
 def differences(first: dict, second: dict, names: Sequence[str] = COMPARABLE) -> list[str]:
-    """Why two runs are not comparable, each as "versions.torch 2.11 against 2.13"; [] if they are."""
+    """Why two runs are not comparable, each as "versions.torch 2.11 against 2.13"; [] if they are.
+
+    Weights of which one of them had no file, such as of a model that was not fetched then, are no difference: a run
+    has all that it reads.
+    """
+    absent = tuple(
+        f"weights.{name}."
+        for provenance in (first, second)
+        for name, one in (provenance.get("weights") or {}).items()
+        if not one.get("files") and one.get("commit") is None
+    )
     left, right = (
         {"config.engine.name": OWN}
         | {k: v for k, v in _flat(provenance) if k.startswith(tuple(names)) and k != PLACEMENT}
@@ -156,7 +166,7 @@ def differences(first: dict, second: dict, names: Sequence[str] = COMPARABLE) ->
     return [
         f"{key} {_shown(key, left.get(key))} against {_shown(key, right.get(key))}"
         for key in sorted(left.keys() | right.keys())
-        if left.get(key) != right.get(key)
+        if left.get(key) != right.get(key) and not key.startswith(absent)
     ]
 
 

@@ -96,8 +96,8 @@ def is_measured(run_dir: Path, config: Mapping) -> bool:
     from specbench.measure.machine import provenance  # late: the hub's client takes a second
 
     spec = RunSpec.of(config, read_json(run_dir / FACTS)["unit"])
-    weights = provenance.weights(config["pair"], spec.drafter, spec.engine)
-    return read_json(run_dir / PROVENANCE)["weights"] == weights
+    now = {"weights": provenance.weights(config["pair"], spec.drafter, spec.engine)}
+    return not provenance.differences(read_json(run_dir / PROVENANCE), now, ["weights"])
 
 
 def give_up(run_dir: Path, why: str) -> None:
