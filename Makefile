@@ -20,7 +20,7 @@ UNTIMED = $(SOME) generate=false repeats=1 remeasure=0
 BATCHES = $(CLAIM) experiment=batch_scaling pair=tiny_wide,tiny data.limit=3 decoding.max_new_tokens=32 repeats=3 generate=false
 TINY := build/tiny
 EVERY := not nightly
-FAST := $(EVERY) and not slow and not process and not cluster and not browser and not cuda
+FAST := $(EVERY) and not slow and not process and not cluster and not browser and not cuda and not longer
 # Byte code of tests, kept where `make clean` finds it: without it each process compiles 300 modules anew.
 PYTEST = unset PYTHONDONTWRITEBYTECODE; PYTHONPYCACHEPREFIX='$(CURDIR)/build/pycache' $(PY) -m pytest -n auto --dist worksteal
 
@@ -39,7 +39,7 @@ tune: $(STAMP) ## Find a method's draft length and thresholds for a pair, here: 
 test: $(STAMP) ## Run the fast tests and every twelfth of the slow ones, in four to nine minutes on two cores; SPECBENCH_TURN=1 takes others, =all all [ARGS="-k name"]
 	@$(PYTEST) -m "$(EVERY)" $(ARGS)
 
-test-fast: $(STAMP) ## Run the tests that need neither long nor other processes, in two to four minutes [ARGS="-k name"]
+test-fast: $(STAMP) ## Run the tests that need neither a fifth of a second nor other processes, in a minute or two [ARGS="-k name"]
 	@$(PYTEST) -m "$(FAST)" $(ARGS)
 
 test-nightly: $(STAMP) ## Run all tests, also of stored weights, compilers and simulations [ARGS="-k name"]

@@ -1,6 +1,8 @@
 """Set-up of every test: no network but a test's own, reproducible draws, few threads. The tiers:
 
-- fast (`make test-fast`): all that no marker below names; the heart of every part, in two to four minutes.
+- fast: all that no marker below names; the heart of every part.
+- `make test-fast`: of the fast ones those whose cases take less than a fifth of a second, in a minute.
+- `longer`: the others, which `tests/longer.txt` lists (`tests/support/longer.py` writes it).
 - `first_fast`: of its cases, the first is fast and the others are slow.
 - `nightly` (`make test-nightly`): what tests a stored artefact, a compiler or a simulation, not a change.
 - all markers below: of these tests every twelfth runs each time, and the others are nightly. $SPECBENCH_TURN, a number,
@@ -19,6 +21,7 @@ from __future__ import annotations
 import gc
 import os
 from collections import Counter
+from pathlib import Path
 from zlib import crc32
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports the hub's client
@@ -34,6 +37,7 @@ import pytest
 
 TURN = os.environ.get("SPECBENCH_TURN", "0")
 ALL = "all"  # as TURN: no test waits for its turn
+LONGER = frozenset((Path(__file__).parent / "longer.txt").read_text(encoding="utf-8").split())
 SLOW, SHARE = ("slow", "process", "cluster", "browser", "model"), 12
 
 
@@ -45,11 +49,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest chooses by markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks the further cases of `first_fast` and `one_in`, and skips what needs a GPU where there is none."""
+    """Marks what takes longer and the further cases of `first_fast` and `one_in`, and skips what needs a GPU where there is none."""
     cases: Counter[str] = Counter()
     turns = TURN != ALL and not config.option.keyword
     for item in items:
         function = item.nodeid.partition("[")[0]
+        if function in LONGER:
+            item.add_marker("longer")
         if item.get_closest_marker("first_fast") and cases[function]:
             item.add_marker("slow")
         # Another start for each function: those of one case do not all have the same turn.

@@ -197,7 +197,7 @@ def test_drawn_answers_that_are_not_the_targets_are_violations(run, answer):
     likely = summary["likelihood"]
     assert likely["baseline"]["logprob"] > likely["method"]["logprob"]
     assert "mean log p of drawn tokens: plain" in " ".join(out.split())
-    assert "VIOLATION: speculative answers of openai are not drawn from the target's distributions" in out
+    assert "VIOLATION: plain answers of openai are not drawn from the target's distributions" in out
 
 
 # -- before anything is started
