@@ -258,7 +258,9 @@ def weights_of(drafter: Drafter) -> Iterator[tuple[str, torch.Tensor]]:
     seen: set[int] = set()
     for name, value in vars(drafter).items():
         held = [(name, value)]
-        if not isinstance(value, nn.Module) and hasattr(value, "__dict__"):
+        if isinstance(value, list):
+            held = [(f"{name}.{place}", one) for place, one in enumerate(value)]
+        elif not isinstance(value, nn.Module) and hasattr(value, "__dict__"):
             held = [(f"{name}.{inner}", one) for inner, one in vars(value).items()]
         for path, one in held:
             if isinstance(one, nn.Module):

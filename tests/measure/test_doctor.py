@@ -176,7 +176,7 @@ class TestPlantedFaults:
         ],
     )
     def test_half_loaded_weights(self, spoil, message):
-        case = Case("medusa")
+        case = Case("eagle")
         drafter = case.make()
         weights = [weight for _, weight in doctor.weights_of(drafter) if weight.dim() == 2]
         assert weights
