@@ -49,7 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest chooses by markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks what takes longer and the further cases of `first_fast` and `one_in`, and skips what needs a GPU where there is none."""
+    """Marks what takes longer, further cases of `first_fast` and `one_in`; skips what needs a GPU without one."""
     cases: Counter[str] = Counter()
     turns = TURN != ALL and not config.option.keyword
     for item in items:

@@ -34,8 +34,9 @@ def set_round_costs(setup: Setup, protocol: Protocol, costs: list[float] | None)
     """
     assert isinstance(setup.drafter, VariableLength)
     longest = setup.drafter.max_draft_tokens
-    given = _measured(setup, setup.drafter, protocol, longest) if costs is None else costs
-    costs = list(map(float, given))  # a list of a configuration is no list
+    if costs is None:
+        costs = _measured(setup, setup.drafter, protocol, longest)
+    costs = list(map(float, costs))  # a list of a configuration is no list
     setup.drafter.rule = Goodput(longest, costs)
     return costs
 

@@ -1,6 +1,7 @@
 """Writes tests/longer.txt, the fast tests that `make test-fast` leaves out: `python -m tests.support.longer LOG`.
 
-LOG is what `make test ARGS="-m 'not slow and not process' --durations=0 --durations-min=0.01"` printed on an idle machine.
+LOG is what `make test ARGS="-m 'not slow and not process and not nightly' --durations=0 --durations-min=0.01"` printed
+on an idle machine.
 """
 
 from __future__ import annotations
