@@ -63,9 +63,7 @@ class SuffixDecoding(Drafter):
         self._start = self._automaton()
         for answer in () if warm is None else warm_answers(warm, pair):
             self._start.add(answer)
-        self._answers = self._fresh()
-        self._learnt: list[list[int]] = []  # what they hold, without the file's
-        self._new: list[list[int]] = []  # answers that they will hold when they are next looked at
+        self.forget()
 
     def open(self, slots: Slots, target: StagedModel) -> None:
         """Makes room for what is known of each sequence."""
@@ -75,7 +73,6 @@ class SuffixDecoding(Drafter):
 
     def begin(self, slot: int, sequence: SequenceState, prefill: Prefill) -> None:
         """Counts the prompt and the first token, and looks them up among earlier answers."""
-        self._learn()
         self._sequences[slot] = sequence
         self._texts[slot] = self._automaton()
         self._texts[slot].extend(sequence.tokens)
@@ -85,7 +82,6 @@ class SuffixDecoding(Drafter):
 
     def draft(self, batch: Batch) -> Draft:
         """The tree with the largest score, of each sequence."""
-        self._learn()
         trees = [
             self._best(slot, min(self.max_draft_tokens, batch.max_nodes), limit)
             for slot, limit in enumerate(batch.limits)
@@ -104,7 +100,7 @@ class SuffixDecoding(Drafter):
         """Adds the answer to the earlier ones."""
         sequence = self._sequences[slot]
         if self.shared and sequence is not None and sequence.done:
-            self._new.append(sequence.new_tokens)
+            self._learn(sequence.new_tokens)
         self._sequences[slot] = None
 
     def forget(self) -> None:
@@ -113,25 +109,19 @@ class SuffixDecoding(Drafter):
 
     def snapshot(self) -> list[list[int]]:
         """The earlier answers, without those of the file."""
-        return [*self._learnt, *self._new]
+        return [*self._learnt]
 
     def restore(self, state: list[list[int]]) -> None:
         """Knows the answers of the file and of a snapshot, and no others."""
-        self._new = []
-        if state != self._learnt:  # the same where the last answer is all that is to be forgotten
-            self._answers, self._learnt, self._new = self._fresh(), [], [*state]
-
-    def _learn(self) -> None:
-        """Adds the answers that came since. Not when they came: a turn that is measured again forgets its own."""
-        for answer in self._new:
-            self._answers.add(answer)
-        self._learnt += self._new
-        self._new = []
-
-    def _fresh(self) -> SuffixAutomaton:
-        """The answers of the file."""
+        self._learnt: list[list[int]] = []
         # A copy, as building it anew would take long after a large file.
-        return self._start.copy() if self.shared else self._start
+        self._answers = self._start.copy() if self.shared else self._start
+        for answer in state:
+            self._learn(answer)
+
+    def _learn(self, answer: list[int]) -> None:
+        self._learnt.append(answer)
+        self._answers.add(answer)
 
     def _automaton(self) -> SuffixAutomaton:
         return SuffixAutomaton(self.max_match + self.max_draft_tokens)
