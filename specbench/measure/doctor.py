@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -292,11 +292,13 @@ def vocabulary_findings(pair: Pair, drafter: Drafter, requests: Sequence[Request
 
 def template_findings(pair: Pair) -> list[str]:
     """Whether prompts are written as the checkpoint's own template writes them."""
-    published = pair.tokenizer.chat_template
+    published: Any = pair.tokenizer.chat_template
+    if isinstance(published, dict):  # several by name
+        published = published.get("default")
     if not published or published == pair.chat_template:
         return []
     messages = [{"role": "user", "content": "How many owls are there?"}]
-    theirs = pair.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    theirs = replace(pair, chat_template=published, template_kwargs={}).rendered(messages)
     ours = pair.rendered(messages)
     if ours == theirs:
         return []

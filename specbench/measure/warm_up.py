@@ -40,9 +40,9 @@ def warm_up(setup: Setup, protocol: Protocol, questions: Sequence[Question] = ()
     for name in setup.arms:
         setup.answers(name, ends if name == SINGLE else batch)
     if captured and setup.spec.batch_size > 1:  # and so has each number of sequences
-        shrinking = ending_one_by_one(batch[-setup.spec.batch_size :], 1 + setup.drafter.max_draft_tokens)
-        for name in (BASELINE, METHOD):
-            setup.answers(name, shrinking)
+        size = setup.spec.batch_size
+        for name, most in ((BASELINE, 1), (METHOD, 1 + setup.drafter.max_draft_tokens)):
+            setup.answers(name, ending_one_by_one(batch[-size:], most))
     if setup.slots > len(batch):  # what holds all sequences that wait has its size now
         setup.answers(METHOD, filled(ends, setup.slots))
     drafter = setup.drafter
@@ -106,8 +106,9 @@ def least(request: Request, protocol: Protocol) -> SamplingParams:
     return replace(decoding, max_new_tokens=min(decoding.max_new_tokens, room))
 
 
-def ending_one_by_one(requests: list[Request], step: int) -> list[Request]:
-    """The same requests with caps of `step` tokens, twice as many, ...: the batch becomes smaller one by one."""
+def ending_one_by_one(requests: list[Request], most: int) -> list[Request]:
+    """The same requests with caps that rise by what a round emits at `most`: the batch becomes smaller one by one."""
+    step = max(1, min(most, min(one.decoding.max_new_tokens for one in requests) // len(requests)))
     decodings = [
         replace(one.decoding, max_new_tokens=min(one.decoding.max_new_tokens, step * n))
         for n, one in enumerate(requests, start=1)

@@ -16,6 +16,11 @@ if TYPE_CHECKING:
 PROMPTING = ("target_revision", "tokenizer", "chat_template", "template_kwargs", "stop_ids", "dtype")
 
 
+def is_hub_id(name: str) -> bool:
+    """Whether `name` means a model of the hub. Raises UserError as `local_folder`."""
+    return local_folder(name) is None and not is_package(name) and not is_gguf(name)
+
+
 def local_folder(name: str) -> Path | None:
     """The folder that `name` means, None if it is a hub id, a package or a GGUF file.
 

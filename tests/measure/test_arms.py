@@ -136,7 +136,7 @@ def test_batches_are_warmed_up_with_all_that_a_scheduler_holds_and_become_smalle
     for passes, cap in ((None, warm_up.TOKENS), (PretendedRunner(), 40)):
         target, spec = SimpleNamespace(runner=passes), RunSpec({}, None, 4)
         warm_up.warm_up(Setup(pair, target, drafter, arms, spec, slots=6), protocol)
-        shrinking = [(name, [5, 10, 15, 20]) for name in (BASELINE, METHOD)] if passes else []
+        shrinking = [(BASELINE, [1, 2, 3, 4]), (METHOD, [5, 10, 15, 20])] if passes else []
         whole = [(BASELINE, [cap] * 4), (METHOD, [cap] * 4), (SINGLE, [cap] * 2)]
         assert asked == [*whole, *shrinking, (METHOD, [cap] * 6)]
         asked.clear()
