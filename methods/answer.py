@@ -23,7 +23,7 @@ from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import SamplingParams, answer_seed
 from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.state import Request
-from specbench.models.names import PROMPTING
+from specbench.models.names import answer_facts
 from specbench.models.pairs import Pair, load_pair
 from specbench.system.errors import UserError
 from specbench.system.files import (
@@ -34,7 +34,7 @@ from specbench.system.files import (
     whole_lines,
     write_json,
 )
-from specbench.system.settings import Count, Seed, Temperature, check_all, plain
+from specbench.system.settings import Count, Seed, Temperature, check_all
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -101,8 +101,7 @@ def answer(cfg: DictConfig) -> Path:
     with lock_file(out, "written"):
         if not begun.exists():
             refuse_foreign(out, begun, "what its answers are of")
-        settings = {name: cfg[name] for name in SAME} | {"target": cfg.pair.target}
-        settings |= {name: plain(cfg.pair)[name] for name in PROMPTING}
+        settings = {name: cfg[name] for name in SAME} | answer_facts(cfg.pair)
         settings |= {"data": data_of(cfg), "questions": questions_of(cfg)}
         if done := whole_lines(out):
             check_settings(begun, settings, f"'{out}'")

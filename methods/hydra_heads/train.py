@@ -4,9 +4,8 @@ Cross-entropy of each head against the target's own distribution of the token th
 between; all heads weigh the same (the authors' recipe for Hydra++). Unlike in the authors' script the loss counts the
 tokens that the assistant says by the token that is guessed, nothing is dropped out, every head begins as the best
 linear estimate of the state that its token comes from, and the prefix layer as the target's last one, if that has its
-form. Heads share the
-target's output matrix, unless `own_output` gives each one of its own. At the end a tree is made of the ranks at which
-the heads, given the true tokens in between, had the right ones: the most frequent paths.
+form. Heads share the target's output matrix, unless `own_output` gives each one of its own. At the end a tree is made
+of the ranks at which the heads, given the true tokens in between, had the right ones: the most frequent paths.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from specbench.config.compose import program
 from specbench.data.contamination import BenchmarkNgrams
 from specbench.data.questions import file_questions, questions_sha256
 from specbench.data.synthesis import Filters, Kind, Material, kinds_of, loop_start
-from specbench.models.names import PROMPTING
+from specbench.models.names import answer_facts
 from specbench.report.cells import console
 from specbench.system.errors import UserError, file_errors, stoppable
 from specbench.system.files import lock_file, make_folder, refuse_foreign, whole_lines
@@ -352,8 +352,7 @@ def converse(cfg: DictConfig) -> Path:
     benchmark = benchmark_of(cfg) if cfg.avoid_benchmark else None
     path = Path(cfg.out)
     make_folder(path.parent)
-    settings = {name: cfg[name] for name in SAME} | {"target": cfg.pair.target, "kinds": plain(cfg.kinds)}
-    settings |= {name: plain(cfg.pair)[name] for name in PROMPTING}
+    settings = {name: cfg[name] for name in SAME} | answer_facts(cfg.pair) | {"kinds": plain(cfg.kinds)}
     settings["questions"] = questions_sha256(cfg.data) if cfg.avoid_benchmark else None
     with lock_file(path, "written"):
         output = Output(path, settings)

@@ -31,7 +31,6 @@ from specbench.measure.records.source import method_sha256, source_sha256
 from specbench.system import settings as values
 from specbench.system.errors import UserError, import_optional, one_line_errors
 from specbench.system.files import lock_folder, make_folder
-from specbench.system.paths import packaged
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -171,21 +170,23 @@ def study_folder(base: DictConfig, space: str) -> Path:
     spec = check(checked)
     from specbench.measure.machine import provenance  # late: with torch it takes seconds
     from specbench.models.names import is_hub_id
+    from specbench.models.packages import is_package
     from specbench.models.pairs import fetch_small_files, pair_for
 
     threads = [os.environ.get(name) for name in THREAD_VARIABLES]
     plain = values.plain(checked)
     made_of = [source_sha256(), method_sha256(plain), questions_sha256(plain["data"])]
     pair = pair_for(checked.pair, spec.needs)  # with the draft model that the method takes
-    for name in ("target", "draft") if spec.needs.draft_model else ("target",):
+    models = ("target", "draft") if spec.needs.draft_model else ("target",)
+    for name in models:
         if is_hub_id(pair[name]):  # its commit is known then
             fetch_small_files(pair[name], pair[f"{name}_revision"], pair.gated)
     weights = provenance.weights(values.plain(pair), spec.drafter, spec.engine)
     # Not of a package, whose checksums the configuration has: it may not be fetched yet.
     used = {
-        name: one["files"] if packaged(one["source"]).exists() else one["commit"]
+        name: one
         for name, one in weights.items()
-        if packaged(one["source"]).exists() or (name in ("target", "draft") and "commit" in one)
+        if not is_package(one["source"]) and ("files" in one or name in models)
     }
     same = [store.config_hash(checked), space, made_of, used, provenance.machine(), threads]
     digest = hashlib.sha256(json.dumps(same).encode()).hexdigest()[:8]

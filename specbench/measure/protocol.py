@@ -45,12 +45,13 @@ class Protocol:
         messages.append({"role": "user", "content": question.turns[len(answers)]})
         return self.pair.prompt_ids(messages)
 
-    def capped(self, prompt: list[int]) -> SamplingParams:
-        """The decoding with a cap that the context still holds, the same for every arm."""
+    def capped(self, prompt: list[int], most: int | None = None) -> SamplingParams:
+        """The decoding with a cap that the context still holds, the same for every arm; `most` new tokens, if given."""
         length, context = len(prompt), self.pair.context_length
         if length >= context:
             raise UserError(f"the prompt has {length} tokens, the context only {context}")
-        return replace(self.decoding, max_new_tokens=min(self.decoding.max_new_tokens, context - length))
+        caps = (self.decoding.max_new_tokens, context - length, *(() if most is None else (most,)))
+        return replace(self.decoding, max_new_tokens=min(caps))
 
     def longest_prompt(self, questions: Iterable[Question]) -> int:
         """Tokens of the longest prompt that any turn may have, if answers are as long as they can be; 0 without any."""
@@ -91,6 +92,5 @@ class Protocol:
         requests = []
         for question in self.warmup:
             prompt = self.prompt(question, [])
-            cap = min(self.capped(prompt).max_new_tokens, max_new_tokens)
-            requests.append(Request(prompt, replace(self.decoding, max_new_tokens=cap), self.seed))
+            requests.append(Request(prompt, self.capped(prompt, max_new_tokens), self.seed))
         return requests

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from specbench.data.question_files import Question
-    from specbench.decoding.sampling import SamplingParams
     from specbench.decoding.state import Request
     from specbench.measure.arms import Setup
     from specbench.measure.protocol import Protocol
@@ -34,7 +33,8 @@ def warm_up(setup: Setup, protocol: Protocol, questions: Sequence[Question] = ()
     ends = end_requests(protocol, protocol.decoding.max_new_tokens if lengths_count else TOKENS)
     if lengths_count:
         long = long_requests(ends[-1], protocol.longest_prompt(questions))
-        ends = [*(replace(one, decoding=least(one, protocol)) for one in long), *ends]
+        caps = [protocol.capped(one.prompt, one.decoding.max_new_tokens) for one in long]
+        ends = [*(replace(one, decoding=decoding) for one, decoding in zip(long, caps)), *ends]
     setup.set_reference_answers(ends)
     batch = filled(ends, setup.spec.batch_size)
     for name in setup.arms:
@@ -97,13 +97,6 @@ def choose_threads(setup: Setup, protocol: Protocol, requested_threads: int | No
 def filled(requests: list[Request], size: int) -> list[Request]:
     """The same requests again until they fill a batch of some size."""
     return requests * -(-size // len(requests))
-
-
-def least(request: Request, protocol: Protocol) -> SamplingParams:
-    """The decoding of a request, cut to what the context holds after its prompt."""
-    decoding = request.decoding
-    room = protocol.capped(request.prompt).max_new_tokens
-    return replace(decoding, max_new_tokens=min(decoding.max_new_tokens, room))
 
 
 def ending_one_by_one(requests: list[Request], most: int) -> list[Request]:

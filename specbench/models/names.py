@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from specbench.models.gguf import gguf_file, is_gguf
 from specbench.models.packages import is_package
 from specbench.system.errors import UserError
 from specbench.system.paths import packaged
+from specbench.system.settings import plain
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-# Keys of a pair that its target's answers depend on, beside its weights.
-PROMPTING = ("target_revision", "tokenizer", "chat_template", "template_kwargs", "stop_ids", "dtype")
+    from omegaconf import DictConfig
+
+# Keys of a pair that its target's answers depend on.
+ANSWERING = (
+    *("target", "target_revision", "dtype"),
+    *("tokenizer", "chat_template", "template_kwargs", "stop_ids"),
+)
+
+
+def answer_facts(pair: DictConfig) -> dict[str, Any]:
+    """What of a pair its target's answers depend on: a file of them goes on with the same alone."""
+    settings = plain(pair)
+    return {name: settings[name] for name in ANSWERING}
 
 
 def is_hub_id(name: str) -> bool:
