@@ -108,6 +108,8 @@ def test_without_kernels_one_token_reads_columns_and_several_blocks_of_what_is_l
     weight = torch.randn(40, 24)
     one, several = forms(weight)
     assert one is several
+    wide = torch.randn(24, 40)
+    assert all(form is wide for form in forms(wide)), "whose rows are read as they are"
     monkeypatch.setattr(linear, "LARGE", weight.numel())
     one, several = forms(weight)
     assert torch.equal(one, weight) and one.stride(0) == 1

@@ -20,16 +20,16 @@ from specbench.system.errors import warn
 from specbench.system.processes import free_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
+
+    Layout = Callable[[torch.Tensor], "Matrix"]
 
 FEW = 64  # tokens of a product: with more, a weight in bfloat16 is worth turning into float32 first
 DRAFT = 6  # tokens that oneDNN's kernel is asked for: the pending one and five drafted ones
 # Numbers of a weight that is joined. The outputs of a joint product are slices of one tensor, which later operations
 # read more slowly where there are several tokens: with small matrices that costs more than fewer calls gain.
 LEAST_JOINED = 2**16
-LARGE = (
-    2**19
-)  # numbers of a weight in float32 from which on several tokens read it faster in blocks than by columns
+LARGE = 2**19  # numbers of a weight in float32 from which on several tokens read it faster in blocks
 SHARE = 0.5  # of the free memory that copies of a module's weights may take
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # layers that read the same states
 
@@ -68,22 +68,28 @@ Matrix = torch.Tensor | Panels  # that products read
 
 
 def forms(weight: torch.Tensor) -> tuple[Matrix, Matrix]:
-    """What products with one token read in place of a weight [out, in], and what those with several read.
+    """What products with one token read in place of a weight [out, in], and what those with several read."""
+    for_one, for_several = _layouts(weight)
+    one = for_one(weight)
+    return one, one if for_several is for_one else for_several(weight)
 
-    Where there are kernels of our own, both are panels. Without them, float32 is read column by column, the head by one
-    token 2.5 times as fast as row by row; several tokens read a large weight in the blocks of oneDNN, which start too
-    slowly for a small one. On other devices, or in other types, both are the weight itself.
+
+def _layouts(weight: torch.Tensor) -> tuple[Layout, Layout]:
+    """What makes the two forms of a weight.
+
+    Where there are kernels of our own, both are panels. Without them, one token reads a float32 weight of more rows
+    than columns column by column: the head in 0.4 of the time. Several tokens read a large weight in the blocks of
+    oneDNN, which start too slowly for a small one. On other devices, or in other types, the weight is read as it is.
     """
     if native.has_kernel(weight.device, weight.dtype):
-        panels = Panels(weight)
-        return panels, panels
+        return Panels, Panels
     if weight.device.type != "cpu" or not _has_blocks(weight.dtype):
-        return weight, weight
-    columns = by_columns(weight) if weight.dtype == torch.float32 else None
-    if columns is not None and weight.numel() < LARGE:
-        return columns, columns
-    blocks = torch.ops.mkldnn._reorder_linear_weight(plain(weight), DRAFT)
-    return blocks if columns is None else columns, blocks
+        return as_it_is, as_it_is
+    if weight.dtype != torch.float32:
+        return in_blocks, in_blocks
+    rows, columns = weight.shape
+    small = by_columns if rows > columns else as_it_is
+    return small, in_blocks if weight.numel() >= LARGE else small
 
 
 def _has_blocks(dtype: torch.dtype) -> bool:
@@ -92,6 +98,16 @@ def _has_blocks(dtype: torch.dtype) -> bool:
         return False
     half = dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return dtype == torch.float32 or half
+
+
+def as_it_is(weight: torch.Tensor) -> torch.Tensor:
+    """The weight itself."""
+    return weight
+
+
+def in_blocks(weight: torch.Tensor) -> torch.Tensor:
+    """A copy of a weight in the order in which oneDNN reads it."""
+    return torch.ops.mkldnn._reorder_linear_weight(plain(weight), DRAFT)
 
 
 def by_columns(weight: torch.Tensor) -> torch.Tensor:
@@ -138,6 +154,9 @@ class PackedWeight:
     Args:
         weights: [out, in] of one layer; or of several, which become views of one matrix.
         copies: whether there is room for copies; without them products read the weight itself.
+
+    Attributes:
+        is_plain: whether all products are `linear`'s, with the weight itself.
     """
 
     def __init__(self, weights: Sequence[torch.nn.Parameter], copies: bool = True):
@@ -163,6 +182,8 @@ class PackedWeight:
                 weight.data = view
         has_copies = self.copies and self.weight.device.type == "cpu"
         self._forms = None if has_copies else (self.weight, self.weight)
+        as_usual = not has_copies or {*_layouts(self.weight)} == {as_it_is}
+        self.is_plain = as_usual and (self.weight.dtype != torch.bfloat16 or self.weight.device.type != "cpu")
         # Address, and count of changes, of which what was made under inference mode has none.
         self._seen = [(w, w.data_ptr(), None if w.is_inference() else w._version) for w in self.weights]
 
@@ -226,7 +247,7 @@ class PackedLinear(torch.nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """States [..., in] -> [..., out]."""
         laid, weight = self._laid, self.weight
-        if laid.weight is not weight or input.device.type != "cpu" or _is_for_torch(input, weight):
+        if laid.is_plain or laid.weight is not weight or not input.is_cpu or _is_for_torch(input, weight):
             return linear(input, weight, self.bias)
         return laid.times(input, self.bias)
 
@@ -338,11 +359,7 @@ def _have_room(weights: Sequence[Any]) -> bool:
 
 def _copies_of(weight: torch.Tensor) -> int:
     """How many copies `forms` makes of a weight."""
-    if native.has_kernel(weight.device, weight.dtype):
-        return 1
-    if weight.device.type != "cpu" or not _has_blocks(weight.dtype):
-        return 0
-    return 2 if weight.dtype == torch.float32 and weight.numel() >= LARGE else 1
+    return len({*_layouts(weight)} - {as_it_is})
 
 
 def _can_lay(layer: Any) -> bool:
