@@ -53,7 +53,7 @@ class Panels:
         self.outputs, columns = weight.shape
         rows, lanes = torch.ops.specbench.panel(), torch.ops.specbench.lanes()
         halves = 4 // weight.element_size()  # vectors of floats that one of words holds
-        lacking = -columns % (lanes * halves), -self.outputs % rows
+        lacking = -columns % (torch.ops.specbench.blocks() * lanes * halves), -self.outputs % rows
         if any(lacking):
             filled = torch.nn.functional.pad(filled, (0, lacking[0], 0, lacking[1]))
         blocks = filled.view(len(filled) // rows, rows, -1, halves, lanes)

@@ -17,45 +17,49 @@
 namespace {
 
 constexpr int64_t PANEL = REGISTERS == 32 ? 4 : 2;
-constexpr int64_t TOKENS = 6;        // of a group: their sums and states fill the registers
+// The sums of TOKENS tokens and ABREAST panels fill the registers, beside states and a weight; so do those of three tokens
+// and two panels, and of two and three.
+constexpr int64_t TOKENS = REGISTERS == 32 ? 6 : 3;   // of a group
+constexpr int64_t ABREAST = REGISTERS == 32 ? 1 : 2;  // panels that a group reads side by side
+constexpr int64_t STREAMS = 3;       // likewise one or two tokens: memory gives more than for one
 constexpr int64_t SET = 4;           // panels that every group goes through before the next ones are read
-constexpr int64_t STREAMS = 3;       // that are read side by side for one or two tokens: memory gives more than for one
 constexpr int64_t LINE = 64;         // bytes
-constexpr int64_t LINES = PANEL * LANES * sizeof(float) / LINE;  // of a panel that a step reads
+constexpr int64_t LINES = 4;         // of a panel that a step reads
+constexpr int64_t BLOCKS = LINES * LINE / (PANEL * LANES * sizeof(float));  // of each row, likewise
 constexpr int64_t AHEAD = 8192;      // bytes between what is read and what is fetched into the L2 cache, for one group
 constexpr int64_t NEAR = 1024;       // the same of the L1 cache
 constexpr int64_t THREAD = 1 << 16;  // numbers of a matrix that are worth a thread
 
 template <class W>
 inline const char* bytes(const W* weights) { return reinterpret_cast<const char*>(weights); }
-template <class W>
-inline const char* ahead(const W* weights) { return bytes(weights) + AHEAD; }
 
 // The outputs [P, T, PANEL], filled up to a multiple of four, of T tokens, whose states lie `stride` floats apart, and of
 // P panels of `size` numbers each, which lie `apart` numbers from one another. Meanwhile it fetches F lines in each step,
-// from `fetched` on, and as many for each other panel.
+// from `fetched` on, and as many for each other panel. Not inlined: its registers would be spilled.
 template <int T, int P, int F, class W>
-void sums(const W* weights, int64_t size, int64_t apart, const char* fetched, const float* states, int64_t stride,
-          float* outputs) {
+[[gnu::noinline]] void sums(const W* weights, int64_t size, int64_t apart, const char* fetched, const float* states,
+                            int64_t stride, float* outputs) {
   constexpr int V = VECTORS<W>, COUNT = P * T * PANEL;
   Floats total[(COUNT + 3) / 4 * 4] = {};
-  for (int64_t done = 0; done < size; done += PANEL * BLOCK<W>, states += BLOCK<W>, fetched += F * LINE) {
-    for (int p = 0; p < P; p++)
-      for (int line = 0; line < F; line++) __builtin_prefetch(fetched + p * apart * sizeof(W) + line * LINE, 0, 2);
-    for (int line = 0; P == 1 && line < LINES; line++) __builtin_prefetch(bytes(weights + done) + NEAR + line * LINE);
-    Floats state[T][V];
-    for (int t = 0; t < T; t++)
-      for (int v = 0; v < V; v++) state[t][v] = load<Floats>(states + t * stride + v * LANES);
-    for (int p = 0; p < P; p++)
-      for (int r = 0; r < PANEL; r++) {
-        Floats weight[V];
-        load_block(weights + p * apart + done + r * BLOCK<W>, weight);
-        for (int t = 0; t < T; t++)
-          for (int v = 0; v < V; v++) {
-            Floats& sum = total[(p * T + t) * PANEL + r];
-            sum = fma(weight[v], state[t][v], sum);
+  for (const W* end = weights + size; weights < end; fetched += F * LINE) {
+    UNROLLED for (int block = 0; block < BLOCKS; block++, weights += PANEL * BLOCK<W>, states += BLOCK<W>) {
+      UNROLLED for (int line = block; line < LINES; line += BLOCKS) {
+        for (int p = 0; p < P && line < F; p++) __builtin_prefetch(fetched + p * apart * sizeof(W) + line * LINE, 0, 2);
+        if (P == 1) __builtin_prefetch(bytes(weights) + NEAR + line / BLOCKS * LINE);
+      }
+      for (int v = 0; v < V; v++) {
+        Floats state[T];
+        for (int t = 0; t < T; t++) state[t] = in_register(load<Floats>(states + t * stride + v * LANES));
+        for (int p = 0; p < P; p++)
+          for (int r = 0; r < PANEL; r++) {
+            Floats weight = in_register(load_vector(weights + p * apart + r * BLOCK<W>, v));
+            for (int t = 0; t < T; t++) {
+              Floats& sum = total[(p * T + t) * PANEL + r];
+              sum = fma(weight, state[t], sum);
+            }
           }
       }
+    }
   }
   UNROLLED for (int i = 0; i < COUNT; i += 4) {
     Quad four = lane_sums(total + i);
@@ -63,15 +67,16 @@ void sums(const W* weights, int64_t size, int64_t apart, const char* fetched, co
   }
 }
 
-// `sums` of one panel, for as many tokens and lines as there are.
-template <int T, int F, class W>
-void one_panel(int64_t tokens, int64_t lines, const W* weights, int64_t size, const char* fetched, const float* states,
-               int64_t stride, float* outputs) {
+// `sums` for as many tokens and lines as there are.
+template <int T, int P, int F, class W>
+void sums_of(int64_t tokens, int64_t lines, const W* weights, int64_t size, int64_t apart, const char* fetched,
+             const float* states, int64_t stride, float* outputs) {
   if constexpr (T > 1)
-    if (tokens < T) return one_panel<T - 1, F>(tokens, lines, weights, size, fetched, states, stride, outputs);
+    if (tokens < T)
+      return sums_of<T - 1, P, F>(tokens, lines, weights, size, apart, fetched, states, stride, outputs);
   if constexpr (F > 0)
-    if (lines < F) return one_panel<T, F / 2>(tokens, lines, weights, size, fetched, states, stride, outputs);
-  sums<T, 1, F>(weights, size, 0, fetched, states, stride, outputs);
+    if (lines < F) return sums_of<T, P, F / 2>(tokens, lines, weights, size, apart, fetched, states, stride, outputs);
+  sums<T, P, F>(weights, size, apart, fetched, states, stride, outputs);
 }
 
 // How many of a step's lines the first groups have fetched.
@@ -84,36 +89,34 @@ template <class W, class T>
 void multiply(const W* weights, int64_t panels, int64_t size, const float* states, int64_t stride, int64_t tokens,
               const float* bias, int64_t rows, T* outputs) {
   const int64_t groups = (tokens + TOKENS - 1) / TOKENS;
+  const int64_t streams = tokens <= 2 ? STREAMS : tokens == 3 ? 2 : ABREAST, set = groups == 1 ? 1 : SET;
   at::parallel_for(0, panels, std::max<int64_t>(1, THREAD / size), [&](int64_t begin, int64_t end) {
-    float buffer[std::max(TOKENS, 2 * STREAMS) * PANEL];
-    auto write = [&](const float* from, int64_t token, int64_t panel) {
-      for (int64_t row = panel * PANEL, last = std::min(row + PANEL, rows); row < last; row++)
-        outputs[token * rows + row] = rounded(*from++ + (bias == nullptr ? 0.0f : bias[row]), T());
-    };
-    int64_t panel = begin, apart = tokens <= 2 ? (end - begin) / STREAMS : 0;
-    for (; panel < begin + apart; panel++) {
-      const W* first = weights + panel * size;
-      if (tokens == 1)
-        sums<1, STREAMS, LINES>(first, size, apart * size, ahead(first), states, stride, buffer);
-      else
-        sums<2, STREAMS, LINES>(first, size, apart * size, ahead(first), states, stride, buffer);
-      for (int64_t stream = 0; stream < STREAMS; stream++)
-        for (int64_t t = 0; t < tokens; t++) write(buffer + (stream * tokens + t) * PANEL, t, panel + stream * apart);
-    }
-    // Each group of tokens fetches its share of the set that comes next, so that memory is read all the time.
-    for (panel = begin + STREAMS * apart; panel < end; panel += SET) {
-      const int64_t last = std::min(panel + SET, end);
-      const char* fetched = groups == 1 ? ahead(weights + panel * size) : bytes(weights + last * size);
-      for (int64_t group = 0; group < groups; group++) {
-        const int64_t token = tokens * group / groups, now = tokens * (group + 1) / groups - token;
-        const int64_t lines = shared(group + 1, groups) - shared(group, groups);
-        for (int64_t one = panel; one < last; one++, fetched += lines * size * sizeof(W) / LINES) {
-          one_panel<TOKENS, LINES>(now, lines, weights + one * size, size, fetched, states + token * stride, stride,
-                                   buffer);
-          for (int64_t t = 0; t < now; t++) write(buffer + t * PANEL, token + t, one);
+    float buffer[REGISTERS];
+    // The outputs of panels from `first` to `last`, and of as many `apart` after them for each further stream.
+    auto side_by_side = [&](int64_t first, int64_t last, int64_t count, int64_t apart, auto compute) {
+      // Each group of tokens fetches its share of the set that comes next, so that memory is read all the time.
+      for (int64_t next; first < last; first = next) {
+        next = std::min(first + set, last);
+        const char* fetched = groups == 1 ? bytes(weights + first * size) + AHEAD : bytes(weights + next * size);
+        for (int64_t group = 0; group < groups; group++) {
+          const int64_t token = tokens * group / groups, end = tokens * (group + 1) / groups;
+          const int64_t lines = shared(group + 1, groups) - shared(group, groups);
+          for (int64_t panel = first; panel < next; panel++, fetched += lines * size * sizeof(W) / LINES) {
+            compute(end - token, lines, weights + panel * size, size, apart * size, fetched, states + token * stride,
+                    stride, buffer);
+            const float* from = buffer;
+            for (int64_t stream = 0; stream < count; stream++)
+              for (int64_t t = token; t < end; t++)
+                for (int64_t r = 0, row = (panel + stream * apart) * PANEL; r < PANEL; r++, row++, from++)
+                  if (row < rows) outputs[t * rows + row] = rounded(*from + (bias == nullptr ? 0.0f : bias[row]), T());
+          }
         }
       }
-    }
+    };
+    const int64_t apart = streams == 1 ? 0 : (end - begin) / streams;
+    if (streams == STREAMS) side_by_side(begin, begin + apart, STREAMS, apart, sums_of<2, STREAMS, LINES, W>);
+    if (streams == 2) side_by_side(begin, begin + apart, 2, apart, sums_of<3, 2, LINES, W>);
+    side_by_side(begin + streams * apart, end, 1, 0, sums_of<TOKENS, 1, LINES, W>);
   });
 }
 
@@ -141,7 +144,7 @@ at::Tensor specbench::product(const at::Tensor& states, const at::Tensor& panels
   TORCH_CHECK(states.dim() > 0 && states.size(-1) > 0, "product: states without columns");
   TORCH_CHECK(states.scalar_type() == panels.scalar_type(), "product: types differ");
   const int64_t columns = states.size(-1), tokens = states.numel() / columns;
-  const int64_t block = LANES * sizeof(float) / panels.element_size();
+  const int64_t block = BLOCKS * LANES * sizeof(float) / panels.element_size();
   const int64_t stride = (columns + block - 1) / block * block, size = PANEL * stride;
   TORCH_CHECK(panels.is_contiguous() && panels.dim() == 2 && panels.size(0) == (rows + PANEL - 1) / PANEL &&
                   panels.size(1) == size,
@@ -168,5 +171,6 @@ TORCH_LIBRARY_FRAGMENT(specbench, library) {
   library.def("product(Tensor states, Tensor panels, Tensor? bias, int rows) -> Tensor");
   library.def("panel() -> int", [] { return PANEL; });
   library.def("lanes() -> int", [] { return int64_t(LANES); });
+  library.def("blocks() -> int", [] { return BLOCKS; });
 }
 TORCH_LIBRARY_IMPL(specbench, CPU, library) { library.impl("product", specbench::product); }

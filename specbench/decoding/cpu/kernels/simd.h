@@ -42,6 +42,16 @@ inline V load(const T* from) {
   return vector;
 }
 
+// Keeps a vector in its register: a compiler would read it from memory again for each operation, or move it to the stack.
+inline Floats in_register(Floats vector) {
+#if defined(__AVX512F__) || defined(__AVX2__)
+  asm volatile("" : "+v"(vector));
+#elif defined(__aarch64__)
+  asm volatile("" : "+w"(vector));
+#endif
+  return vector;
+}
+
 inline void store(float* to, Floats vector) { std::memcpy(to, &vector, sizeof vector); }
 
 // a * b + c, rounded once where the processor can. Written out: a compiler that contracts where it likes to would round
@@ -97,10 +107,14 @@ constexpr int VECTORS = sizeof(float) / sizeof(T);
 template <class T>
 constexpr int64_t BLOCK = VECTORS<T> * LANES;
 
-inline void load_block(const float* from, Floats* to) { to[0] = load<Floats>(from); }
+inline Floats load_vector(const float* block, int) { return load<Floats>(block); }
 
-inline void load_block(const uint16_t* from, Floats* to) {
-  Words pairs = load<Words>(from);
-  to[0] = (Floats)(pairs << 16);
-  to[1] = (Floats)(pairs & 0xffff0000u);
+inline Floats load_vector(const uint16_t* block, int vector) {
+  Words pairs = load<Words>(block);
+  return (Floats)(vector == 0 ? pairs << 16 : pairs & 0xffff0000u);
+}
+
+template <class T>
+inline void load_block(const T* from, Floats* to) {
+  for (int vector = 0; vector < VECTORS<T>; vector++) to[vector] = load_vector(from, vector);
 }
