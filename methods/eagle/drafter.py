@@ -124,11 +124,11 @@ class DynamicEagle(EagleDrafter):
                 out = self._level(batch, features, self.head.ids(rows), depth * width, growth.expanded)
                 growth.add(self.head.logits(out))
             rows, tree = growth.best(nodes)
-            return [self.head.ids(rows), *tree.tensors]
+            return [self.head.ids(rows), *(tree.tensors if width > 1 else ())]  # otherwise it is a chain
 
         key, outputs = ("draft", levels, nodes), self._outputs[: batch.size]
         tokens, *tree = self._layer.run(batch, key, grown, outputs, entries=width * (levels - 1))
-        return Draft(tokens, tree=Tree(*tree), bytes_read=levels * self._bytes)
+        return Draft(tokens, tree=Tree(*tree) if tree else None, bytes_read=levels * self._bytes)
 
 
 class Eagle2(DynamicEagle):
