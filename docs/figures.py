@@ -87,7 +87,7 @@ REAL_METHODS: dict[str, tuple[str, ...]] = {
     "swift": ("method=swift",),
     **{name: ROWS[name] for name in ("rest", "sps", "sps_tree", "vocabtrim", "s2d", "mirror_sd")},
     **{name: ROWS[name] for name in ("kangaroo", "kangaroo_tree", "medusa", "hydra_heads")},
-    **{name: ROWS[name] for name in ("eagle", "eagle2", "eagle3")},
+    **{name: ROWS[name] for name in ("eagle", "eagle2", "eagle3", "mtp")},
     "eagle2 (vocab=trim)": ("method=eagle2", "vocab=trim"),
 }
 ROWS_OF = {
@@ -104,7 +104,10 @@ ROWS_OF = {
         for settings in ("published", "tuned")
         for label, overrides in REAL_METHODS.items()
         if settings == "published"
-        or (CONF / "tuned" / REAL / f"{overrides[0].partition('=')[2]}.yaml").exists()
+        or (
+            len(overrides) == 1
+            and (CONF / "tuned" / REAL / f"{overrides[0].partition('=')[2]}.yaml").exists()
+        )
     },
 }
 # The rows beside which transformers' generate is timed: once is enough, and with each row it would take half the time.
