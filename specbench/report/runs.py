@@ -12,6 +12,7 @@ import pandas as pd
 import yaml
 
 from specbench.config.spec import OWN, POOL, QUESTION
+from specbench.config.tuned import PUBLISHED, TUNED
 from specbench.data.question_files import TASKS
 from specbench.measure.machine import provenance
 from specbench.measure.metrics import summary as metrics
@@ -23,7 +24,7 @@ from specbench.system.files import finite, read_json
 from specbench.system.settings import CONSTANT
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
 NESTED = ("equivalence", "stats")
@@ -359,8 +360,26 @@ def labels(summaries: Iterable[Mapping], without: Collection[str] = ()) -> list[
     summaries = list(summaries)
     rest = _differing(summaries, without)
     return [
-        ", ".join([method_label(summary), *as_text(varied), *more])
-        for summary, varied, more in zip(summaries, varied_settings(summaries), rest)
+        ", ".join([method_label(summary), *words, *more])
+        for summary, words, more in zip(summaries, _settings_words(summaries), rest)
+    ]
+
+
+def _settings_words(summaries: Sequence[Mapping]) -> list[list[str]]:
+    """What tells the settings of a method's runs apart: "published" and "tuned" where these do, else those varied."""
+    every = [as_text(varied) for varied in varied_settings(summaries)]
+    sources = [summary.get("settings_source") for summary in summaries]
+    by_source: dict[str, dict[str | None, set[tuple[str, ...]]]] = {}
+    for summary, source, words in zip(summaries, sources, every):
+        by_source.setdefault(method_label(summary), {}).setdefault(source, set()).add(tuple(words))
+    are_apart = {
+        method
+        for method, of_source in by_source.items()
+        if of_source.keys() == {PUBLISHED, TUNED} and all(len(words) == 1 for words in of_source.values())
+    }
+    return [
+        [str(source)] if words and method_label(summary) in are_apart else words
+        for summary, source, words in zip(summaries, sources, every)
     ]
 
 

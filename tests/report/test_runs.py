@@ -307,6 +307,18 @@ def test_provenance_that_cannot_be_read_is_none(tmp_path, content):
 # -- names
 
 
+def test_labels_say_published_and_tuned_where_that_tells_all_runs_of_a_method_apart():
+    published, tuned, other = (
+        changed(SUMMARY, settings__exit_layer=layer) | {"settings_source": source}
+        for layer, source in ((2, "published"), (3, "tuned"), (4, "changed"))
+    )
+    assert labels([published, tuned]) == ["kangaroo, published", "kangaroo, tuned"]
+    assert labels([published, tuned, other]) == [f"kangaroo, exit_layer={layer}" for layer in (2, 3, 4)]
+    again = changed(tuned, settings__exit_layer=5)
+    assert labels([published, tuned, again]) == [f"kangaroo, exit_layer={layer}" for layer in (2, 3, 5)]
+    assert labels([published, published | {"settings_source": "tuned"}])[1] == "kangaroo", "the same settings"
+
+
 def test_labels_name_what_runs_differ_in():
     sweep = [changed(SUMMARY, settings__exit_layer=layer) for layer in (2, 3)]
     assert labels([*sweep, faster(1.5, method="pld", settings={"ngram": 3})]) == [
