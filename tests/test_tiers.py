@@ -18,8 +18,8 @@ def functions(file: str) -> set[str]:
 
 def test_what_takes_longer_is_there():
     names = [name.split("::", 1) for name in FILE.read_text(encoding="utf-8").split()]
-    known = {file: functions(file) for file, _ in names}
-    assert not [f"{file}::{function}" for file, function in names if function not in known[file]]
+    defined = {file: functions(file) for file, _ in names}
+    assert not [f"{file}::{function}" for file, function in names if function not in defined[file]]
 
 
 def test_functions_with_a_case_that_takes_long_are_listed_once():

@@ -180,10 +180,11 @@ class PackedWeight:
             views = self.weight.data.split([len(weight) for weight in self.weights])
             for weight, view in zip(self.weights, views):
                 weight.data = view
-        has_copies = self.copies and self.weight.device.type == "cpu"
+        has_copies = self.copies and _copies_of(self.weight) > 0
         self._forms = None if has_copies else (self.weight, self.weight)
-        as_usual = not has_copies or {*_layouts(self.weight)} == {as_it_is}
-        self.is_plain = as_usual and (self.weight.dtype != torch.bfloat16 or self.weight.device.type != "cpu")
+        # See `plain_product`.
+        in_half = self.weight.dtype == torch.bfloat16 and self.weight.device.type == "cpu"
+        self.is_plain = not (has_copies or in_half)
         # Address, and count of changes, of which what was made under inference mode has none.
         self._seen = [(w, w.data_ptr(), None if w.is_inference() else w._version) for w in self.weights]
 
