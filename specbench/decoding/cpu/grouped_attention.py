@@ -90,7 +90,7 @@ def attend(
         **options: for `stock`. A window is in the mask.
 
     Returns:
-        [b, n, heads, d], and None.
+        [b, n, heads, d], contiguous as transformers', and None.
     """
     (b, heads, n, d), kv_heads = query.shape, key.shape[1]
     tokens = heads // kv_heads * n
@@ -106,4 +106,4 @@ def attend(
     attended = scaled_dot_product_attention(grouped, key, value, attention_mask, dropout, scale=scaling)
     # Kernels of GPUs give other strides than those of CPUs: a dimension can be split, but two cannot be joined.
     split = attended.unflatten(2, (tokens // n, n))
-    return split.permute(0, 3, 1, 2, 4).reshape(b, n, heads, -1), None
+    return split.permute(0, 3, 1, 2, 4).reshape(b, n, heads, -1).contiguous(), None
