@@ -7,7 +7,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 PYTHONS := python3.13 python3.12 python3.11 python3
-NEW_ENOUGH := import sys, venv; sys.exit(sys.version_info < (3, 11))
+SUITABLE := import sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
 
 METHOD ?= kangaroo
 LIMIT ?= 2
@@ -100,13 +100,13 @@ clean: ## Remove .venv and caches; results in runs/, and what was trained or mea
 # A candidate is run, not only looked for: a name on the path may be a launcher for a Python that is not there.
 $(PY):
 	@for python in $(PYTHONS); do \
-		if "$$python" -c '$(NEW_ENOUGH)' >/dev/null 2>&1; then \
+		if "$$python" -c '$(SUITABLE)' >/dev/null 2>&1; then \
 			echo "making $(VENV) with $$("$$python" --version)"; \
 			"$$python" -m venv --clear $(VENV) || { rm -rf $(VENV); exit 1; }; \
 			exit 0; \
 		fi; \
 	done; \
-	echo "error: no Python 3.11 or newer found (tried: $(PYTHONS)); install one and try again" >&2; exit 1
+	echo "error: no Python 3.11 to 3.13 found (tried: $(PYTHONS)); install one and try again" >&2; exit 1
 
 $(STAMP): pyproject.toml constraints.txt | $(PY)
 	@echo "installing into $(VENV) (once; several minutes on a slow line)"

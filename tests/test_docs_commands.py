@@ -7,6 +7,8 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
+import tomllib
 from typing import TYPE_CHECKING
 
 import pytest
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.slow
 
+PYTHON = "Programming Language :: Python"  # classifiers of the package
 # Commands that Hydra composes: the configuration of each.
 COMPOSED = {
     "run": "bench",
@@ -202,6 +205,29 @@ def test_make_clean_leaves_what_was_trained(tmp_path):
         path.mkdir(parents=True)
     subprocess.run(["make", "clean"], cwd=tmp_path, check=True, timeout=60)
     assert all(path.exists() for path in kept) and not any(path.exists() for path in caches)
+
+
+@pytest.mark.parametrize("version", [(3, 10, 9), (3, 14, 0)])
+def test_a_python_that_does_not_suit_is_one_line(tmp_path, version):
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    other = tmp_path / "other"
+    replaced = f"import sys; sys.version_info = {version}; exec(sys.argv[1])"
+    other.write_text(f'#!/bin/sh\nexec "{sys.executable}" -c "{replaced}" "$2"\n')
+    other.chmod(0o755)
+    command = ["make", "--silent", ".venv/bin/python", f"PYTHONS={other}"]
+    said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert said.returncode and said.stderr.startswith(
+        f"error: no Python 3.11 to 3.13 found (tried: {other});"
+    )
+
+
+def test_the_versions_of_python_are_the_same_everywhere():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    low, above = map(int, re.fullmatch(r">=3\.(\d+),<3\.(\d+)", project["requires-python"]).groups())
+    named = {word for text in project["classifiers"] if (word := text.removeprefix(f"{PYTHON} :: ")) != text}
+    assert named == {"3", *(f"3.{minor}" for minor in range(low, above))}
+    for page in ("Makefile", "README.md", "CONTRIBUTING.md", "docs/quick-start.md"):
+        assert f"Python 3.{low} to 3.{above - 1}" in (ROOT / page).read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
