@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import pickle
+import re
 import signal
 import sys
 import tempfile
@@ -17,6 +18,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from hydra_plugins import specbench_launchers
+from specbench import ROOT
 from specbench.commands import run as bench
 from specbench.config.compose import CONF
 from specbench.measure import runner
@@ -63,6 +65,14 @@ def test_every_launcher_takes_its_settings(path):
         cfg = compose("bench", [f"hydra/launcher={path.stem}"], return_hydra_config=True).hydra.launcher
     settings = {key: value for key, value in cfg.items() if key != "_target_"}
     assert isinstance(hydra.utils.get_class(cfg._target_)(**settings), specbench_launchers.SweepLauncher)
+
+
+@pytest.mark.parametrize("page", ["conf/hydra/launcher/submitit_slurm.yaml", "docs/sweeps.md"])
+def test_a_node_is_shared_as_the_pages_say(page):
+    [override] = re.findall(r"hydra\.launcher\.additional_parameters=\w+", (ROOT / page).read_text())
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = compose("bench", ["hydra/launcher=submitit_slurm", override], return_hydra_config=True)
+    assert not cfg.hydra.launcher.additional_parameters
 
 
 @pytest.mark.slow
