@@ -493,6 +493,8 @@ def check_tracker(tracker: Mapping) -> None:
     """Raises UserError for a setting of `conf/tracker/` that cannot work."""
     if tracker["name"] == "none":
         return
+    for key in ("entity", "project", "group"):
+        values.check(f"tracker.{key}", tracker[key], str | None)
     values.check("tracker.mode", tracker["mode"], Literal["online", "offline"])
     values.check("tracker.upload_diff", tracker["upload_diff"], bool)
     if type(tracker["timeout"]) not in (int, float) or not 1 <= tracker["timeout"] < float("inf"):

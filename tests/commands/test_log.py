@@ -309,6 +309,9 @@ def test_nothing_is_written_without_a_tracker(run_dir):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
+        ({"group": 20261128}, "tracker.group must be text or null, not 20261128"),
+        ({"project": 7}, "tracker.project must be text or null, not 7"),
+        ({"entity": True}, "tracker.entity must be text or null, not True"),
         ({"mode": "onlin"}, "tracker.mode 'onlin' ... online"),
         ({"timeout": 0}, "tracker.timeout ... 1 ... 0"),
         ({"timeout": "long"}, "tracker.timeout ... 'long'"),
