@@ -21,7 +21,7 @@ from specbench.models.export import as_folder, as_part
 from specbench.models.names import local_folder
 from specbench.models.pairs import fetch_with_weights
 from specbench.system.errors import UserError
-from specbench.system.files import make_folder
+from specbench.system.files import make_folder, read_json
 from specbench.system.paths import cache_folder
 from specbench.system.settings import LEARNS
 
@@ -35,6 +35,7 @@ ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK"
 CACHE_SPACE = "VLLM_CPU_KVCACHE_SPACE"
 PROPOSER = "specbench.engines.vllm_proposer.Proposer"
 EXPORTED = "exported"  # set where the model is what `Drafter.export` writes
+LENGTH = "num_speculative_tokens"
 PRELOADED = ("lib/libiomp5.so",)  # of the environment, where it is there: vLLM's threads want it
 
 
@@ -80,11 +81,11 @@ class Vllm(ServedEngine):
         drafts = dict(speculative[drafter["name"]])
         environment = ENVIRONMENT | {CACHE_SPACE: os.environ.get(CACHE_SPACE, "1")}
         if drafts.pop(EXPORTED, False):
-            drafts["model"] = str(as_part(make_drafter(drafter, pair=pair), f"{pair.name}-{drafter['name']}"))
+            part = as_part(make_drafter(drafter, pair=pair), f"{pair.name}-{drafter['name']}")
+            drafts |= {"model": str(part), LENGTH: _length_of(part, drafter["name"], drafts.get(LENGTH))}
         elif drafts.pop(OWN_CODE, False):
             environment |= {"PYTHONPATH": str(_importable()), DRAFTER: json.dumps(drafter)}
-            longest = drafter["max_draft_tokens"]
-            drafts = {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": longest}
+            drafts = {"method": "custom_class", "model": PROPOSER, LENGTH: drafter["max_draft_tokens"]}
         elif "model" in drafts:
             name = drafts["model"]  # fetched here: the servers have no network
             drafts["model"] = str(local_folder(name) or fetch_with_weights(name))
@@ -145,6 +146,21 @@ def _check_text_alone(drafter: Mapping[str, Any]) -> None:
         raise UserError(
             f"inside vLLM {name} knows one answer at a time: leave out {memory}={lasting} and {WARM}"
         )
+
+
+def _length_of(part: Path, name: str, chosen: int | None) -> int:
+    """The draft tokens of an exported part: vLLM drafts one with each head, whatever it is told.
+
+    Raises:
+        UserError: Another number is chosen: with fewer its server dies, and of more the run would tell a wrong length.
+    """
+    heads = read_json(part / "config.json")["num_heads"]
+    if chosen not in (None, heads):
+        raise UserError(
+            f"vLLM drafts one token with each of the {heads} heads, not engine.speculative.{name}.{LENGTH}={chosen}: "
+            "leave it out"
+        )
+    return heads
 
 
 def _importable() -> Path:

@@ -114,14 +114,28 @@ def test_options_are_spelt_as_its_command_line_reads_them():
     assert vllm._words("enforce-eager", False) == vllm._words("seed", None) == []
 
 
-def test_what_a_drafter_exports_is_the_model(commands, monkeypatch):
-    monkeypatch.setattr(vllm, "make_drafter", lambda group, pair: group["name"])
-    monkeypatch.setattr(vllm, "as_part", lambda drafter, name: Path("/parts") / drafter / name)
-    _, of = commands("medusa", draft=object())
-    assert json.loads(of[SPECULATIVE]["speculative-config"]) == {
-        "method": "medusa",
-        "model": "/parts/medusa/tiny-medusa",
-    }
+class TestExported:
+    @pytest.fixture(autouse=True)
+    def _part(self, monkeypatch, tmp_path):
+        (tmp_path / "tiny-medusa").mkdir()
+        (tmp_path / "tiny-medusa" / "config.json").write_text('{"num_heads": 3}')
+        monkeypatch.setattr(vllm, "make_drafter", lambda group, pair: group["name"])
+        monkeypatch.setattr(vllm, "as_part", lambda drafter, name: tmp_path / name)
+
+    def test_what_a_drafter_exports_is_the_model_and_each_head_drafts_a_token(self, commands, tmp_path):
+        _, of = commands("medusa", draft=object())
+        assert json.loads(of[SPECULATIVE]["speculative-config"]) == {
+            "method": "medusa",
+            "model": str(tmp_path / "tiny-medusa"),
+            "num_speculative_tokens": 3,
+        }
+
+    @pytest.mark.parametrize("chosen", [2, 4])
+    def test_another_number_than_that_of_the_heads_is_refused(self, commands, monkeypatch, chosen):
+        """vLLM 0.32 drafts with all heads: into a row of two places the third does not fit."""
+        monkeypatch.setitem(PRESETS, "medusa", PRESETS["medusa"] | {"num_speculative_tokens": chosen})
+        with pytest.raises(UserError, match=f"each of the 3 heads, not .*num_speculative_tokens={chosen}"):
+            commands("medusa")
 
 
 class TestDraftersOfOurs:
