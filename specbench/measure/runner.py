@@ -125,7 +125,8 @@ def make_ready(
         its caches generate is fastest with.
     """
     setup, protocol, watch = bench.setup, bench.protocol, bench.conductor.watch
-    watch.threads = torch.get_num_threads()
+    # Of the threads on the host one drives a GPU, and the others have nothing to do.
+    watch.threads = torch.get_num_threads() if setup.pair.device.type == "cpu" else 1
     watch.find_children(() if setup.served is None else setup.served.ports)
     before = watch.read()
     generate = setup.arms.get(HF)

@@ -142,15 +142,29 @@ def test_batches_are_warmed_up_with_all_that_a_scheduler_holds_and_become_smalle
         asked.clear()
 
 
-@pytest.mark.parametrize(("earlier", "kept"), [({}, "dynamic"), ({"generate_cache": "static"}, "static")])
-def test_processes_of_a_run_use_the_cache_that_generate_was_fastest_with(monkeypatch, earlier, kept):
-    arm = FastestOf({"dynamic": arm_of(1.0, []), "static": arm_of(2.0, [])})
-    setup = Setup(None, None, Drafter(), {HF: arm}, RunSpec({}))
+def made_ready(monkeypatch, generate, device: str, earlier: dict) -> tuple[dict, MagicMock]:
+    """What is known of a run that is about to begin, and its conductor."""
+    pair = SimpleNamespace(device=torch.device(device))
+    setup = Setup(pair, None, Drafter(), {HF: generate}, RunSpec({}))
     bench = SimpleNamespace(setup=setup, protocol=None, conductor=MagicMock())
     requests = [Request(PROMPT, SamplingParams(1))]
     monkeypatch.setattr(runner, "warm_up", lambda setup, *_: setup.answers(HF, requests))
-    ready = make_ready(bench, OmegaConf.create({"decoding": {"draft_length": "constant"}}), earlier)
+    cfg = OmegaConf.create({"decoding": {"draft_length": "constant"}})
+    return make_ready(bench, cfg, earlier), bench.conductor
+
+
+@pytest.mark.parametrize(("earlier", "kept"), [({}, "dynamic"), ({"generate_cache": "static"}, "static")])
+def test_processes_of_a_run_use_the_cache_that_generate_was_fastest_with(monkeypatch, earlier, kept):
+    arm = FastestOf({"dynamic": arm_of(1.0, []), "static": arm_of(2.0, [])})
+    ready, _ = made_ready(monkeypatch, arm, "cuda", earlier)
     assert ready["generate_cache"] == kept
+
+
+@pytest.mark.parametrize(("device", "threads"), [("cpu", 5), ("cuda", 1)])
+def test_one_thread_of_the_host_is_watched_where_a_gpu_computes(monkeypatch, device, threads):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
+    _, conductor = made_ready(monkeypatch, arm_of(1.0, []), device, {})
+    assert conductor.watch.threads == threads
 
 
 def test_other_arms_compute_experts_as_usual_while_generate_is_paused():

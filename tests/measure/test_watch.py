@@ -47,9 +47,15 @@ def of(kernel, threads: int = 1) -> Watch:
 
 def test_counters_as_the_kernel_writes_them(kernel):
     found = of(kernel, threads=2).read()
-    assert found["waited"] == 0.75 / 2 and found["stolen"] == 0.1 / 2 and found["throttled"] == 1.5
+    assert found["waited"] == 0.75 / 2 and found["stolen"] == 0.1 / 2 and found["throttled"] == 1.5 / 2
     assert found["others"] == pytest.approx((200 + 300) / 100 - 3.0)
     assert of(kernel).heat() == {"throttlings": 3} and of(kernel).clock_mhz() == 2500
+
+
+@pytest.mark.parametrize(("threads", "computing"), [(1, 1), (2, 2), (3, 2)])
+def test_time_is_lost_on_the_cores_that_compute_and_not_on_those_that_idle(kernel, threads, computing):
+    found = of(kernel, threads).read()
+    assert found["stolen"] == 0.1 / computing and found["throttled"] == 1.5 / computing
 
 
 def test_what_a_thread_has_waited_stays_when_it_ends(kernel):
@@ -156,6 +162,7 @@ def test_a_process_that_burns_a_core_is_seen_unless_it_is_a_child():
         ({"others": 0.1, "waited": 0.4}, 2, ["threads waited for a core for 20% of the time"]),
         ({"stolen": 0.4}, 2, ["the hypervisor took the cores away for 20% of the time"]),
         ({"throttled": 0.4}, 1, ["the CPU quota stopped this process for 20% of the time"]),
+        ({"throttled": 4.0}, 1, ["the CPU quota stopped this process for 100% of the time"]),
         ({"waited": 1.0}, 4, ["4 threads share 2 cores", "4 threads share a CPU quota of 2.5 cores"]),
     ],
 )

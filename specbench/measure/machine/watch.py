@@ -34,8 +34,9 @@ class Watch:
 
     - seconds: on the wall.
     - waited: its threads were ready and had no core; the mean over `threads`.
-    - stolen: the hypervisor gave the cores to other guests; the mean over the cores.
-    - throttled: its control group had used up its share of CPU time.
+    - stolen: the hypervisor gave the cores to other guests; the mean over as many cores as compute, for an idle one
+      loses nothing.
+    - throttled: its control group had used up its share of CPU time; likewise, as the kernel adds up the cores'.
     - others: CPU time of all other processes on these cores; those of its children are its own.
     - switches: times that a thread had to give way before it was done.
     - throttlings (`heat`): times that one of the cores was slowed for its heat.
@@ -82,7 +83,7 @@ class Watch:
 
     def read(self) -> Counters:
         """All counters but `heat` now; times in seconds."""
-        counters = {"seconds": time.perf_counter()}
+        counters, computing = {"seconds": time.perf_counter()}, min(self.threads, len(self._cores))
         counters["switches"] = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
         waited = self._waited()
         if waited is not None:
@@ -90,10 +91,12 @@ class Watch:
         cpu_seconds = self._cpu_seconds()
         if cpu_seconds is not None:
             busy, stolen = cpu_seconds
-            counters["stolen"] = stolen / len(self._cores)
+            counters["stolen"] = stolen / computing
             counters["others"] = busy - time.process_time() - self._seconds_of_children()
         if self._cgroup is not None:
-            counters |= _throttled(self._cgroup / "cpu.stat")
+            throttled = _throttled(self._cgroup / "cpu.stat")
+            if throttled is not None:
+                counters["throttled"] = throttled / computing
         return counters
 
     def heat(self) -> Counters:
@@ -133,7 +136,7 @@ class Watch:
             reasons.append(f"other processes kept {others:.1f} of {cores} cores busy")
         elif self.disturbance(counted) > 1:
             most = max(LOST, key=lambda name: counted.get(name, 0.0))
-            share = counted[most] / seconds
+            share = min(1.0, counted[most] / seconds)  # others of its control group are throttled, too
             reasons.append(
                 {
                     "waited": f"threads waited for a core for {share:.0%} of the time",
@@ -209,9 +212,10 @@ def added(readings: Sequence[Counters]) -> Counters:
     return {name: sum(reading[name] for reading in readings) for name in sorted(names)}
 
 
-def _throttled(file: Path) -> Counters:
+def _throttled(file: Path) -> float | None:
+    """Seconds that a control group was throttled, summed over the cores; None where they are not counted."""
     match = re.search(r"throttled_(usec|time) (\d+)", file.read_text())  # us, or in the old kind of groups ns
-    return {"throttled": int(match[2]) / (1e6 if match[1] == "usec" else 1e9)} if match else {}
+    return int(match[2]) / (1e6 if match[1] == "usec" else 1e9) if match else None
 
 
 def _on_battery() -> bool:
