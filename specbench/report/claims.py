@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, cast
 import yaml
 from rich.text import Text
 
+from specbench import CONF, ROOT
 from specbench.config.spec import POOL
 from specbench.measure.metrics import summary as metrics
 from specbench.measure.metrics.statistics import Speedup
@@ -17,6 +18,7 @@ from specbench.report import cells, formats, remarks
 from specbench.report.compare import differing_conditions, hindrance
 from specbench.report.runs import Run, method_label, named
 from specbench.system.errors import UserError
+from specbench.system.files import file_sha256
 from specbench.system.settings import CONSTANT, TYPICAL
 
 if TYPE_CHECKING:
@@ -29,14 +31,26 @@ FILE = Path(__file__).with_name("claims.yaml")
 SMALL = {"pair": ["tiny", "tiny_shallow"]}
 # The same family, expanded to the width of other models: its passes cost what theirs do, but its text is its own.
 EXPANDED = {"weights": "expanded"}
+# Checksums of the questions that a claim is of, whatever file a run took in their place.
+QUESTIONS = {
+    "spec_bench": yaml.safe_load((CONF / "data" / "spec_bench.yaml").read_text(encoding="utf-8"))["sha256"],
+    "tiny": file_sha256(ROOT / "specbench" / "tiny" / "questions.jsonl"),
+}
 # The embedded questions mean nothing to a real model.
-REAL_TEXT = {"data": "spec_bench"}
+REAL_TEXT = {"data": "spec_bench", "questions_sha256": QUESTIONS["spec_bench"]}
 # What an overall figure of a paper is of, unless a claim chooses its runs by another: all tasks of Spec-Bench, or of
-# the embedded questions in its form, decoded greedily.
-OVERALL = {"task": "all", "temperature": 0.0, "data": ["spec_bench", "tiny"]}
+# the embedded questions in its form, all turns, decoded greedily.
+OVERALL = {
+    "task": "all",
+    "temperature": 0.0,
+    "data": [*QUESTIONS],
+    "questions_sha256": [*QUESTIONS.values()],
+    "turns": None,
+}
 # What two runs have in common whose numbers are compared; their questions are paired one by one.
 CONTEXT = (
-    *("pair", "data", "dtype", "device", "weights", "anatomy", "temperature", "verification", "protocol"),
+    *("pair", "data", "questions_sha256", "split", "turns"),
+    *("dtype", "device", "weights", "anatomy", "temperature", "verification", "protocol"),
     *("threads", "drafter", "max_new_tokens", "processor"),
 )
 STYLES = {

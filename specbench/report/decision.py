@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 SETTING = {
     "pair": "pair={}",
     "data": "data={}",
+    "split": "split={}",
+    "turns": "turns={}",
     "task": "task={}",
     "limit": "limit={}",
     "temperature": "temperature {:g}",
@@ -62,7 +64,13 @@ USUAL = {
     "protocol": "paired",
 }  # goes without saying
 # What decides as well, and is said where it differs.
-UNSAID = ("target", "verify_width", "compiled", "kernels")
+UNSAID = {
+    "target": "target={}",
+    "verify_width": "verify_width={}",
+    "compiled": "compiled={}",
+    "kernels": "kernels={}",
+    "questions_sha256": "questions {:.8}",
+}
 ENGINE = "engine"  # what a speedup is quoted against, if it is our own loop
 SHOWN = 12  # alternatives in a table
 NARROWEST = 12  # characters of a column of words
@@ -210,7 +218,8 @@ def in_words(setting: tuple[str, ...], others: Iterable[tuple[str, ...]]) -> str
     """A setting in words, with what goes unsaid where another one differs in it alone."""
     alike = [other for other in others if other[0] == setting[0]]
     differing = [i for i in range(1, len(setting)) if len({other[i] for other in alike}) > 1]
-    return ", ".join([setting[0], *(f"{UNSAID[i - 1]}={setting[i]}" for i in differing)])
+    forms = list(UNSAID.values())
+    return ", ".join([setting[0], *(forms[i - 1].format(setting[i]) for i in differing)])
 
 
 def _is_hypothetical(summary: dict) -> bool:

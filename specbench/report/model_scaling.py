@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 LEAST_SIZES = 2
 # What may differ between the runs of a line and of another model; the name of a preset tells nothing of a run.
-OF_MODELS = ("pair", "anatomy", "weights", "dtype", "data", "limit", "experiment")
+OF_MODELS = (
+    *("pair", "anatomy", "weights", "dtype", "data", "split", "turns", "questions_sha256", "limit"),
+    "experiment",
+)
 
 
 def by_size(summaries: Iterable[Mapping]) -> dict[str, dict[int, Mapping]]:

@@ -63,6 +63,9 @@ DIFFERING = {
     "pair": "{}",
     "batch_size": "batch {}",
     "data": "{}",
+    "split": "split={}",
+    "turns": "turns={}",
+    "questions_sha256": "questions {:.8}",
     "task": "{}",
     "limit": "limit={}",
     "temperature": "T={:g}",
@@ -80,6 +83,8 @@ DIFFERING = {
     "compiled": "compiled={}",
     "experiment": "{}",
 }
+# What comes with others of these: a difference only between runs that agree in them.
+COMES_WITH = {"compiled": ("pair",), "questions_sha256": ("data", "split")}
 
 
 @dataclass(frozen=True)
@@ -210,7 +215,14 @@ def _summary(folder: Path) -> dict:
         raise UserError(f"damaged: {path.name} lacks {named(lacking)}")
     if measured != written:
         raise UserError(f"damaged: {store.RECORDS} has {written} of the {measured} records of {path.name}")
-    return summary
+    return _with_questions(summary, folder)
+
+
+def _with_questions(summary: dict, folder: Path) -> dict:
+    """A summary with the checksum of its questions, which of an older one the provenance tells."""
+    if "questions_sha256" in summary or (origin := Run(folder, {}).provenance) is None:
+        return summary
+    return summary | {"questions_sha256": origin["questions"]["sha256"]}
 
 
 def _derived(folder: Path) -> dict:
@@ -228,7 +240,8 @@ def _derived(folder: Path) -> dict:
     if origin := Run(folder, {}).provenance:
         machine = origin["machine"]
         on_gpu = facts["device"].startswith("cuda") and machine["gpus"]
-        facts = {"processor": machine["gpus"][0]["name"] if on_gpu else machine["cpu"]} | facts
+        processor = machine["gpus"][0]["name"] if on_gpu else machine["cpu"]
+        facts = {"processor": processor, "questions": origin["questions"]["sha256"]} | facts
     return finite(metrics.summary(_records(folder), facts, config))
 
 
@@ -300,7 +313,8 @@ def beside_engines(summaries: Iterable[dict]) -> list[dict]:
 
 def _question(summary: Mapping) -> tuple:
     """What is the same for engines that are set side by side."""
-    return tuple(summary[key] for key in ("method", "pair", "data", "temperature"))
+    asked = (summary.get(key) for key in ("split", "turns", "questions_sha256"))
+    return *(summary[key] for key in ("method", "pair", "data", "temperature")), *asked
 
 
 def as_text(settings: Mapping) -> list[str]:
@@ -386,16 +400,10 @@ def _settings_words(summaries: Sequence[Mapping]) -> list[list[str]]:
 def _differing(summaries: list[Mapping], without: Collection[str]) -> list[list[str]]:
     """What the runs differ in beside method and settings, as labels say it; the size of a batch only of batches.
 
-    Whether layers are compiled comes with a pair: it is a difference between runs of one pair alone.
+    What comes with others is a difference only between runs that agree in those: see `COMES_WITH`.
     """
     summaries = [dict(summary) | {"pair": pair} for summary, pair in zip(summaries, pair_names(summaries))]
-    by_pair: dict[str, set] = {}
-    for summary in summaries:
-        by_pair.setdefault(summary["pair"], set()).add(summary.get("compiled"))
-    values = {key: {summary.get(key) for summary in summaries} for key in DIFFERING} | {
-        "compiled": max(by_pair.values(), key=len, default=set())
-    }
-    several = [key for key in DIFFERING if key not in without and len(values[key]) > 1]
+    several = [key for key in DIFFERING if key not in without and _differs(key, summaries)]
     return [
         [
             DIFFERING[key].format(summary[key])
@@ -404,6 +412,15 @@ def _differing(summaries: list[Mapping], without: Collection[str]) -> list[list[
         ]
         for summary in summaries
     ]
+
+
+def _differs(key: str, summaries: Iterable[Mapping]) -> bool:
+    """Whether summaries differ in a key, of those that agree in what it comes with."""
+    values: dict[tuple, set] = {}
+    for summary in summaries:
+        alike = tuple(summary.get(other) for other in COMES_WITH.get(key, ()))
+        values.setdefault(alike, set()).add(summary.get(key))
+    return any(len(of_alike) > 1 for of_alike in values.values())
 
 
 def row_names(runs: list[Run]) -> list[str]:

@@ -122,7 +122,9 @@ def test_questions_add_up_to_the_whole(records):
 
 
 def test_the_summary_has_the_keys_that_others_read():
-    found = metrics.summary([answered(1), answered(2, "rag")], FACTS, CONFIG)
+    data = CONFIG["data"] | {"split": "low", "turns": 1}
+    found = metrics.summary([answered(1), answered(2, "rag")], FACTS, CONFIG | {"data": data})
+    assert [found[key] for key in ("split", "turns", "questions_sha256")] == ["low", 1, "e" * 64]
     assert {
         *(
             "schema",

@@ -107,6 +107,16 @@ def test_a_lossy_control_takes_nothing_from_the_claim_that_answers_are_exact():
     assert checked.fitting.estimate.value < 1.0
 
 
+@pytest.mark.parametrize("pair", ["smollm2-135m", "tiny_wide", "tiny"])
+def test_a_file_in_place_of_the_known_questions_decides_nothing(pair):
+    """Such as of `data=spec_bench data.path=my.jsonl data.sha256=null`."""
+    weights = "expanded" if pair == "tiny_wide" else "pretrained"
+    run = published(1.8, pair=pair, weights=weights, questions_sha256="a" * 64)
+    (checked,) = claims.check_claims(runs_of(a=run), KNOWN[:1])
+    verdicts = {checked.fitting.verdict, checked.small.verdict}
+    assert verdicts == {"not measured"}
+
+
 @pytest.mark.parametrize("key", sorted(set(claims.CONTEXT) - {"pair"}))
 def test_runs_of_different_contexts_are_not_compared(tmp_path, key):
     claim = AGAINST | {"against": [{"method": "weak"}]}

@@ -37,7 +37,7 @@ def test_the_speedup_of_the_last_run_that_matches():
     assert found(claim, runs[:1]).estimate.value == 3.0 and found(claim, runs[2:]).verdict == "not measured"
 
 
-@pytest.mark.parametrize("change", [{"task": "qa"}, {"temperature": 1.0}, {"data": "jsonl"}])
+@pytest.mark.parametrize("change", [{"task": "qa"}, {"temperature": 1.0}, {"data": "jsonl"}, {"turns": 1}])
 @pytest.mark.parametrize("measure", [{"measure": "speedup"}, {"measure": "number", "what": "speedup"}])
 def test_an_overall_figure_is_of_all_tasks_and_greedy(change, measure):
     """A later run of one task, of drawn answers or of other questions does not decide, unless a claim is of those."""

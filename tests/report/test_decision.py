@@ -157,6 +157,8 @@ def test_a_table_says_which_runs_a_slow_machine_measured():
     [
         ("max_new_tokens", 512, "max_new_tokens=512"),
         ("limit", 5, "limit=5"),
+        ("split", "throughput_1k", "split=throughput_1k"),
+        ("turns", 1, "turns=1"),
         ("seed", 1, "seed=1"),
         ("processor", "H100", "H100"),
     ],
@@ -215,15 +217,22 @@ def test_our_loop_beside_generate_is_no_baseline_against_itself():
     assert "trust no speedup" not in one(a=aligned, b=run("sps", 1.2, 1.1, 1.3)).sentence
 
 
-@pytest.mark.parametrize(("key", "values"), [("target", ("/m/base", "/m/tuned")), ("verify_width", (8, 16))])
-def test_what_a_title_does_not_say_tells_decisions_apart_and_is_said_then(key, values):
+@pytest.mark.parametrize(
+    ("key", "values", "form"),
+    [
+        ("target", ("/m/base", "/m/tuned"), "target={}"),
+        ("verify_width", (8, 16), "verify_width={}"),
+        ("questions_sha256", ("a" * 64, "b" * 64), "questions {:.8}"),
+    ],
+)
+def test_what_a_title_does_not_say_tells_decisions_apart_and_is_said_then(key, values, form):
     first, second = (run("sps", 1.3, 1.2, 1.4, **{key: value}) for value in values)
     settings = [decision.setting for decision in decisions(runs_of(a=first, b=second))]
     assert len(settings) == 2
     for setting, value in zip(settings, values):
-        assert setting.endswith(f"{key}={value}")
+        assert setting.endswith(form.format(value))
     (alone,) = decisions(runs_of(a=first))
-    assert key not in alone.setting
+    assert form.partition("{")[0] not in alone.setting
     assert len({*labels([first, second])}) == 2
 
 

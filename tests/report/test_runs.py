@@ -180,6 +180,22 @@ def test_the_processor_of_an_older_folder_is_that_of_its_provenance(tmp_path, de
     assert read_run(run_dir).summary["processor"] is None
 
 
+def test_the_questions_of_an_older_folder_are_those_of_its_provenance(tmp_path):
+    """Its summary names the data alone, of which several files may go by one name."""
+    older = without(SUMMARY, "questions_sha256")
+    assert run_of(tmp_path, "a", older).summary["questions_sha256"] == "e" * 64
+    assert "questions_sha256" not in run_of(tmp_path, "b", older, provenance=None).summary
+
+
+def test_other_questions_of_one_name_are_told_apart():
+    """Such as two files of `data=jsonl`, or splits; the checksums of differently named ones are noise."""
+    files = [SUMMARY | {"data": "jsonl", "questions_sha256": digit * 64} for digit in "ab"]
+    assert labels(files) == ["kangaroo, questions aaaaaaaa", "kangaroo, questions bbbbbbbb"]
+    splits = [summary | {"split": split} for summary, split in zip(files, ("throughput_1k", "throughput_8k"))]
+    assert labels(splits) == ["kangaroo, split=throughput_1k", "kangaroo, split=throughput_8k"]
+    assert labels([SUMMARY, files[0]]) == ["kangaroo, spec_bench", "kangaroo, jsonl"]
+
+
 def test_folders_that_tell_of_batches_alone_have_a_unit(tmp_path):
     for unit, summary, flag in (("question", SUMMARY, False), ("pool", batched(), True)):
         found = run_of(tmp_path, unit, without(summary, "unit"))

@@ -20,6 +20,7 @@ FACTS = {
     "dtype": "float32",
     "device": "cpu",
     "processor": "EPYC",
+    "questions": "e" * 64,
     "bandwidth_bytes_per_second": 1e6,
     "noise": 1e-4,
     "weights": "pretrained",

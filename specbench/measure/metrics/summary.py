@@ -97,7 +97,8 @@ def summary(records: list[dict], facts: dict, config: dict) -> dict:
         "verify_width": config["decoding"].get("verify_width"),
         **{key: config[key] for key in ("batch_size", "experiment", "protocol", "seed")},
         **{key: config["decoding"][key] for key in ("temperature", "max_new_tokens")},
-        "limit": config["data"].get("limit"),
+        **{key: config["data"].get(key) for key in ("limit", "split", "turns")},
+        "questions_sha256": facts.get("questions"),
         "verification": config["decoding"].get("verification", TOKEN),  # older folders have none
         "draft_length": config["decoding"].get("draft_length", CONSTANT),
         "repeats": len(repeats(records)) or config["repeats"],
