@@ -7,7 +7,6 @@ successors in the table. No model, no training.
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -71,8 +70,6 @@ CHILDREN = {
     "00000": 2,
     "00010": 1,
 }
-# How likely each rank is to be accepted, relative to the others: orders the nodes of a tree that is cut.
-LIKELY = (0.5, 0.14, 0.08, 0.05, 0.04, 0.03, 0.025, 0.02)
 
 
 class TokenRecycling(Drafter):
@@ -107,7 +104,7 @@ class TokenRecycling(Drafter):
         paths = grown(ROOT_CHILDREN, CHILDREN)
         if nodes > len(paths):
             raise UserError(f"method.nodes={nodes}: the tree has {len(paths)}")
-        self.trees = RankTrees(sorted(paths, key=chance, reverse=True)[:nodes])
+        self.trees = RankTrees(paths[:nodes])
         self.max_nodes, self.max_draft_tokens = nodes, self.trees.depth
         self.prompt, self.shared = prompt, memory == "run"
         self.taps = (NORMED,) if prompt else ()
@@ -234,8 +231,3 @@ class TokenRecycling(Drafter):
         newest.scatter_(1, tokens, -1)
         rows = best.gather(1, winner.unsqueeze(-1).expand(-1, -1, RANKS))
         tables.scatter_(1, tokens.unsqueeze(-1).expand(-1, -1, RANKS), rows)
-
-
-def chance(path: tuple[int, ...]) -> float:
-    """How likely a node is to be accepted, relative to others; a child is always less likely than its parent."""
-    return math.prod(LIKELY[rank] for rank in path)

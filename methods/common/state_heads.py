@@ -34,7 +34,7 @@ class StateHeads(Drafter):
         pair: with the target.
         weights: folder of the heads' checkpoint.
         nodes: of the tree, the most frequently right ones first; None: all that config.json names. Heads without a tree
-            get the authors' of 63 nodes.
+            get the authors' of 63 nodes, the likeliest ranks first.
         vocab_map: folder of a vocabulary map, for a trimmed head; see `methods.common.heads`.
         vocab_size: the size of the trimmed head; None for all tokens of the map.
 

@@ -33,7 +33,7 @@ class Eagle(EagleDrafter):
         pair: with the target.
         weights: folder of the drafting model's checkpoint.
         nodes: most nodes of the tree, the most frequently correct ones first; None: all that config.json names. A
-            checkpoint without a tree gets the authors' of 25 nodes.
+            checkpoint without a tree gets the authors' of 25 nodes, the likeliest ranks first.
         max_draft_tokens: most levels of the tree, each of which costs a pass; None: all.
         vocab_map: as in `EagleDrafter`.
         vocab_size: as in `EagleDrafter`.

@@ -9,7 +9,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from methods.common.rank_trees import RankTrees, best_tree, counted_paths, rank_tree, shaped
+from methods.common.rank_trees import (
+    EAGLE_TREE,
+    MEDUSA_TREE,
+    RankTrees,
+    best_tree,
+    chance,
+    chosen_paths,
+    counted_paths,
+    rank_tree,
+    shaped,
+)
 
 COUNTED = ((0,), (0, 0), (1,), (0, 0, 0), (3,), (1, 2), (0, 2), (0, 0, 1))
 
@@ -30,6 +40,16 @@ def test_the_best_tree_is_closed():
     tree = best_tree(found, 5)
     assert tree == [(0,), (0, 0), (0, 0, 0), (1,), (0, 1)]
     assert all(path[:-1] in tree for path in tree if len(path) > 1)
+
+
+@pytest.mark.parametrize("tree", [MEDUSA_TREE, EAGLE_TREE])
+def test_the_first_nodes_of_a_published_tree_are_the_likeliest(tree):
+    """Whatever their depth, so that a cut is as deep as it pays; with a node its parent is there, too."""
+    chances = [chance(path) for path in tree]
+    assert chances == sorted(chances, reverse=True)
+    assert all(path[:-1] in tree[:i] for i, path in enumerate(tree) if len(path) > 1)
+    assert tree[:3] == [(0,), (0, 0), (1,)] and max(map(len, tree[:10])) == 4
+    assert max(map(len, chosen_paths(None, 3, 10))) == 3, "as far as the heads reach"
 
 
 @pytest.mark.parametrize("seed", range(3))
