@@ -41,6 +41,15 @@ def test_every_claim_says_whose_bound_it_is_and_where_it_stands(claim):
         assert re.search(r"abstract|Table \d|eq\. \d|Figure \d|leaderboard", source)
 
 
+@pytest.mark.parametrize("claim", KNOWN, ids=[claim["name"] for claim in KNOWN])
+def test_a_bound_of_a_paper_is_its_figure(claim):
+    if claim["bound"] == "paper":
+        figure = claim["paper"]["figure"]
+        of = re.search(r"\(([\d.]+)M? / ([\d.]+)M?\)", figure)
+        value = float(of[1]) / float(of[2]) if of else float(re.search(r"[\d.]+", figure)[0])
+        assert claim.get("at_least", claim.get("at_most")) == pytest.approx(value, abs=5e-4)
+
+
 def test_what_is_timed_or_accepted_is_claimed_of_published_settings():
     """What is counted alone does not depend on them."""
     for claim in KNOWN:
