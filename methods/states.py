@@ -76,11 +76,18 @@ def key_of(tap: int) -> str:
     return f"{HIDDEN}{'normed' if tap == NORMED else tap}"
 
 
+def check_context(cfg: DictConfig, pair: Pair) -> None:
+    """Raises UserError where rows of `cfg.length` tokens do not fit into the context of a pair."""
+    if cfg.length > pair.context_length:
+        raise UserError(f"length={cfg.length} does not fit into the context of {pair.context_length} tokens")
+
+
 def states_of(decoder: Any, ids: torch.Tensor, taps: Collection[int]) -> dict[int, torch.Tensor]:
-    """The states [B, T, d] of each tap of token ids [B, T], from a model without its head."""
+    """The states [B, T, d] of each tap of token ids [B, T], from a model without its head; on the device of the ids."""
     inner = any(tap != NORMED for tap in taps)
     output = decoder(ids, use_cache=False, output_hidden_states=inner)
-    return {tap: output.last_hidden_state if tap == NORMED else output.hidden_states[tap] for tap in taps}
+    states = {tap: output.last_hidden_state if tap == NORMED else output.hidden_states[tap] for tap in taps}
+    return {tap: state.to(ids.device) for tap, state in states.items()}
 
 
 def rows_of(
@@ -132,6 +139,8 @@ def target_sha256(target: PreTrainedModel) -> str:
 def command_for(cfg: DictConfig) -> str:
     """The command that stores the states which a training reads."""
     text = "tokens=1000000" if cfg.conversations is None else f"conversations={cfg.conversations}"
+    if cfg.conversations is not None and not Path(cfg.conversations).is_file():
+        text += f" split={cfg.split}"
     same = " ".join(f"{name}={cfg[name]}" for name in SAME)
     taps = [*([cfg.exit_layer] if "exit_layer" in cfg else []), NORMED]
     depths = ",".join(map(str, taps))
@@ -162,6 +171,7 @@ def _write(cfg: DictConfig) -> Path:
     if cfg.conversations is None and cfg.tokens is None:
         raise UserError("a pair's own text does not end: say how much of it with tokens=1000000")
     pair = load_pair(training_pair(cfg.pair), cfg.seed, with_draft=False)
+    check_context(cfg, pair)
     layers = pair.target.config.get_text_config().num_hidden_layers
     # What transformers gives after the last layer is normed already.
     if wrong := [tap for tap in cfg.taps if not NORMED <= tap < layers]:
@@ -174,7 +184,7 @@ def _write(cfg: DictConfig) -> Path:
         "split": cfg.split,
         "taps": sorted(set(cfg.taps)),
         "precision": cfg.precision,
-        "top": min(cfg.top, len(pair.tokenizer), pair.target.get_output_embeddings().weight.shape[0]),
+        "top": min(cfg.top, pair.vocab_size, pair.target.get_output_embeddings().weight.shape[0]),
     }
     with lock_folder(out, "written"):
         for file in (out / HELD_OUT / RECORD, out / BEGUN, out / RECORD):
@@ -300,7 +310,7 @@ def distributions(finals: torch.Tensor, batch: Batch, pair: Pair, top: int) -> d
     counts = (batch["loss_weight"][:, 1:] > 0).to(finals.device)
     for places in counts.nonzero().split(CHUNK):
         at = places.unbind(1)
-        logits = head(finals[at])[:, : len(pair.tokenizer)].float()
+        logits = head(finals[at])[:, : pair.vocab_size].float()
         likeliest = logits.topk(top)
         ids[at] = likeliest.indices.to(torch.int32)
         probs[at] = likeliest.values.softmax(-1).to(torch.bfloat16)
@@ -345,32 +355,53 @@ def _count(cfg: DictConfig, folder: Path) -> int:
     return (folder / IDS).stat().st_size // (4 * cfg.length)
 
 
-def batches_of_states(cfg: DictConfig, pair: Pair, held_out: bool = False) -> Iterator[Batch]:
-    """Endless batches of the rows in `cfg.states`, each epoch in an order of its own, with the states of all taps.
+def batches_of_states(
+    cfg: DictConfig,
+    pair: Pair,
+    held_out: bool = False,
+    start: int = 0,
+    stride: int = 1,
+    arrays: Collection[str] | None = None,
+) -> Iterator[Batch]:
+    """Endless batches of the rows in `cfg.states`, each epoch in an order of its own.
 
     Those that are held out are few: a batch may have fewer rows than `cfg.batch_size`.
+
+    Args:
+        cfg: settings of the trainer.
+        pair: with the target.
+        held_out: whether the rows are those that are never trained on.
+        start: batches in front of the first one; those that are skipped are not read.
+        stride: of so many batches one is given.
+        arrays: what a batch has beside ids and weights, as it calls that; None: the states of all taps, and the
+            distributions.
 
     Raises:
         UserError: the folder is not finished, or holds the states of other rows or of another target, or too few.
     """
     folder, record = _folder(cfg, held_out), _record(cfg, facts(cfg, pair), held_out)
-    arrays = {
+    files = {
         name: np.memmap(folder / f"{name}.bin", kind, "r").reshape(-1, cfg.length, width)
         for name, (kind, width) in arrays_of(record).items()
+        if arrays is None or name in {"ids", "weights", *arrays}
     }
     count = _count(cfg, folder)
     size = min(cfg.batch_size, count)
     generator = torch.Generator().manual_seed(cfg.seed)
-    while True:
-        order = torch.randperm(count, generator=generator).numpy()
-        for start in range(0, count - size + 1, size):
-            chosen = np.sort(order[start : start + size])
-            batch: Batch = {}
-            for name, array in arrays.items():
-                tensor = torch.from_numpy(array[chosen])
-                batch[name] = tensor.view(torch.bfloat16) if tensor.dtype == torch.int16 else tensor
-            ids, weights = batch.pop("ids").squeeze(-1).long(), batch.pop("weights").squeeze(-1)
-            yield {"input_ids": ids, "loss_weight": weights} | batch
+
+    def drawn() -> Iterator[np.ndarray]:
+        while True:
+            order = torch.randperm(count, generator=generator).numpy()
+            yield from (order[i : i + size] for i in range(0, count - size + 1, size))
+
+    for rows in islice(drawn(), start, None, stride):
+        chosen = np.sort(rows)
+        batch: Batch = {}
+        for name, file in files.items():
+            tensor = torch.from_numpy(file[chosen])
+            batch[name] = tensor.view(torch.bfloat16) if tensor.dtype == torch.int16 else tensor
+        ids, weights = batch.pop("ids").squeeze(-1).long(), batch.pop("weights").squeeze(-1)
+        yield {"input_ids": ids, "loss_weight": weights} | batch
 
 
 main = program("states", write)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from functools import wraps
+from functools import partial, wraps
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from methods.states import HIDDEN, batches_of_states, check_states, command_for, key_of, rows_of, states_of
+from methods.states import (
+    HIDDEN,
+    batches_of_states,
+    check_context,
+    check_states,
+    command_for,
+    key_of,
+    rows_of,
+    states_of,
+)
 from specbench.data import training
 from specbench.data.conversations import (
     batched,
@@ -35,7 +44,7 @@ from specbench.system.errors import UserError, stoppable
 from specbench.system.settings import Count, NotNegative, Positive, Range, Seed, check_all
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
     from transformers import PreTrainedModel
 
@@ -124,14 +133,21 @@ def check_trainer(cfg: DictConfig, kinds: Mapping[str, Any], may_sample: bool) -
     check_states(cfg)
 
 
-def batches(cfg: DictConfig, pair: Pair, held_out: bool = False) -> Iterator[Batch]:
+def batches(
+    cfg: DictConfig,
+    pair: Pair,
+    held_out: bool = False,
+    start: int = 0,
+    stride: int = 1,
+    arrays: Collection[str] | None = None,
+) -> Iterator[Batch]:
     """Endless batches of packed conversations; see `specbench.data.conversations`.
 
-    With `cfg.states` they come from that folder, with the target's states; see `methods.states`.
+    With `cfg.states` they come from that folder, with the target's states; see `batches_of_states` for the arguments.
     """
     if cfg.states is not None:
-        return batches_of_states(cfg, pair, held_out)
-    return batched(rows_of(cfg, pair, held_out), cfg.batch_size)
+        return batches_of_states(cfg, pair, held_out, start, stride, arrays)
+    return islice(batched(rows_of(cfg, pair, held_out), cfg.batch_size), start, None, stride)
 
 
 def batches_on(cfg: DictConfig, pair: Pair, held_out: bool = False) -> Iterator[Batch]:
@@ -158,6 +174,7 @@ def answered(cfg: DictConfig, pair: Pair, model: StagedModel, held_out: bool = F
 def target_pair(cfg: DictConfig) -> Pair:
     """The pair of a trainer whose target stays as it is, without a draft model; sets torch's seed."""
     pair = load_pair(training_pair(cfg.pair), cfg.seed, with_draft=False)
+    check_context(cfg, pair)
     torch.manual_seed(cfg.seed)
     return pair
 
@@ -175,6 +192,7 @@ def pair_to_train(cfg: DictConfig) -> Pair:
         return pair
     pair_cfg = OmegaConf.merge(cfg.pair, {} if cfg.draft is None else {"draft": cfg.draft})
     pair = load_pair(training_pair(cast("DictConfig", pair_cfg)), cfg.seed, with_draft=True)
+    check_context(cfg, pair)
     draft = draft_of(pair)
     if shares_embeddings(draft):  # copies: those of the target keep its dtype
         both: Any = draft.get_input_embeddings(), draft.get_output_embeddings()
@@ -404,7 +422,7 @@ def train_part(
     def save(out: Path, figures: dict[str, float]) -> None:
         save_part(out, dtype, **figures)
 
-    return training.train(module, batches(cfg, pair), lambda: evaluate(held_out), save, cfg, begins)
+    return training.train(module, partial(batches, cfg, pair), lambda: evaluate(held_out), save, cfg, begins)
 
 
 def train_draft(
@@ -419,7 +437,7 @@ def train_draft(
     def save(out: Path, _figures: dict[str, float]) -> None:
         save_model(draft, pair, cfg, out)
 
-    return training.train(module, batches(cfg, pair), evaluate, save, cfg, *begins_as(cfg))
+    return training.train(module, partial(batches, cfg, pair), evaluate, save, cfg, *begins_as(cfg))
 
 
 def some_of(text: Iterable[Batch]) -> Iterator[Batch]:

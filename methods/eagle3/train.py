@@ -125,7 +125,8 @@ def fresh_model(
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
     model.norm.weight.copy_(UNSURE * cast("torch.Tensor", target.norm.weight))
-    model.lm_head.weight.copy_(target.lm_head.weight[token_ids.to(target.device)])
+    head = target.lm_head.weight  # of a target that is spread over devices, on another one
+    model.lm_head.weight.copy_(head[token_ids.to(head.device)])
     return model
 
 
@@ -174,7 +175,7 @@ def begin(cfg: DictConfig, pair: Pair, **variants: Any) -> tuple[Eagle3Model, st
     if cfg.like_layer is not None:
         biased = _has_biases(pair.staged.layers[cfg.like_layer])
     vocab = min(cfg.draft_vocab, pair.vocab_size)
-    token_ids = frequent_ids(islice(batches(cfg, pair), COUNTED_BATCHES), vocab, pair.vocab_size)
+    token_ids = frequent_ids(islice(batches(cfg, pair, arrays=()), COUNTED_BATCHES), vocab, pair.vocab_size)
     model = fresh_model(pair.staged, token_ids, cfg.like_layer, **variants)
     attention = "random weights"
     if cfg.like_layer is not None:

@@ -11,6 +11,7 @@ draft model like any other, with the streams' embeddings beside it in streams.sa
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -149,7 +150,7 @@ def train(cfg: DictConfig) -> Path:
         save_model(draft, pair, cfg, out)
         save_streams(module.streams.detach().to(draft.dtype), out)
 
-    return training.train(module, batches(cfg, pair), evaluate, save, cfg, *begins_as(cfg))
+    return training.train(module, partial(batches, cfg, pair), evaluate, save, cfg, *begins_as(cfg))
 
 
 main = program("train_mirror_sd", train)

@@ -28,11 +28,13 @@ from methods.common.training import (
     predicting,
     save_model,
     target_pair,
+    target_states,
     trainer,
 )
 from specbench.config.compose import program
 from specbench.data import training
 from specbench.decoding.model.staged_model import StagedModel
+from specbench.decoding.state import NORMED
 from specbench.system.errors import UserError
 from specbench.system.settings import Count
 
@@ -65,11 +67,11 @@ class Sorted(torch.nn.Module):
         norm, hidden = self._norm[0], outputs.hidden_states
         return [*(norm(hidden[exit]) for exit in self.exits[:-1]), outputs.last_hidden_state]
 
-    def choices(self, batch: Batch, target: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
+    def choices(self, batch: Batch, target: StagedModel) -> tuple[torch.Tensor, torch.Tensor]:
         """First choices [exits, n] and [n] of the exits and of a target before each token that the assistant says."""
-        final = target.model(batch["input_ids"], use_cache=False).last_hidden_state
+        final = target_states(target, batch, (NORMED,))[NORMED]
         exits = [self._head(predicting(s, batch, 1.0)).argmax(-1) for s in self.states(batch)]
-        return torch.stack(exits), Head.of(target)(predicting(final, batch, 1.0)).argmax(-1)
+        return torch.stack(exits), Head.of(target.model)(predicting(final, batch, 1.0)).argmax(-1)
 
 
 @trainer(DRAFT_SETTINGS | {"layers": Count | list[int], "exits": list[Count]})
@@ -86,14 +88,14 @@ def train(cfg: DictConfig) -> Path:
     module, held_out = Sorted(model, exits, Loss.of(cfg)), held_out_batches(cfg, pair)
 
     def evaluate() -> dict[str, float]:
-        shares = agreement(partial(module.choices, target=pair.target), held_out)
+        shares = agreement(partial(module.choices, target=pair.staged), held_out)
         return {f"held_out_agreement_{exit}": share for exit, share in zip(exits, shares)}
 
     def save(out: Path, _figures: dict[str, float]) -> None:
         model.config.exits = exits
         save_model(model, pair, cfg, out)
 
-    return training.train(module, batches(cfg, pair), evaluate, save, cfg, *begins_as(cfg))
+    return training.train(module, partial(batches, cfg, pair), evaluate, save, cfg, *begins_as(cfg))
 
 
 main = program("train_s2d", train)

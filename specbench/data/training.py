@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from omegaconf import DictConfig
 
+    Batches = Callable[..., Iterator["Batch"]]
+
 Batch = dict[str, torch.Tensor]
 
 LOG, CONDITIONS, RECORD = "train_log.jsonl", "conditions.json", "training.json"
@@ -61,7 +63,7 @@ def rise_and_fall(step: int, steps: int) -> float:
 
 def train(
     module: torch.nn.Module,
-    batches: Iterator[Batch],
+    batches: Batches,
     evaluate: Callable[[], dict[str, float]],
     save: Callable[[Path, dict[str, float]], None],
     cfg: DictConfig,
@@ -78,7 +80,7 @@ def train(
 
     Args:
         module: batch -> the sum of the weighted losses.
-        batches: endless.
+        batches: called with `start` and `stride`: every `stride`th of endless batches, from the batch `start` on.
         evaluate: returns figures on held-out text; called and logged whenever a state is saved, and at the end.
         save: writes what was trained with its figures to a folder; of several processes one alone calls it.
         cfg: settings of the trainer.
@@ -124,7 +126,7 @@ def train(
 def _steps(
     accelerator: Accelerator,
     module: torch.nn.Module,
-    batches: Iterator[Batch],
+    batches: Batches,
     evaluate: Callable[[], dict[str, float]],
     cfg: DictConfig,
     began_with: dict[str, Any],
@@ -141,7 +143,7 @@ def _steps(
     accelerator.register_for_checkpointing(*schedules)
     done = _resume(accelerator, checkpoints, began_with)
     world, rank = accelerator.num_processes, accelerator.process_index
-    mine: Iterator[Batch] = islice(batches, done * cfg.accumulate * world + rank, None, world)
+    mine: Iterator[Batch] = batches(start=done * cfg.accumulate * world + rank, stride=world)
     main = accelerator.is_main_process
     if not done:
         first = next(mine)

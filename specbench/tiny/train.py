@@ -44,7 +44,7 @@ from specbench.tiny.optimise import Schedule, Text, answer_loss
 from specbench.tiny.tokenizer import VOCAB_SIZE, load_tokenizer, train_tokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from omegaconf import DictConfig
     from transformers import PreTrainedTokenizerFast
@@ -173,8 +173,11 @@ class Build:
         else:
             model = models.build(stage.shape, tokenizer, stage.seed)
         text = {"drills": stage.drills, "stuttering": stage.stuttering}
-        batches = packed_batches(tokenizer, stage.batch, ROW, stage.seed, **text)
         held_out = held_out_batches(tokenizer, HELD_OUT_BATCHES)
+
+        def batches(start: int, stride: int) -> Iterator[training.Batch]:
+            every = packed_batches(tokenizer, stage.batch, ROW, stage.seed, **text)
+            return islice(every, start, None, stride)
 
         def evaluate() -> dict[str, float]:
             return {"held_out_loss": answer_loss(model, held_out)}

@@ -6,9 +6,11 @@ import io
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from methods import states
 from methods.common.losses import Distribution, Goals, Guess, Head, Loss, cross_entropies, sampled, teacher_of
 from methods.common.training import batches, held_out_batches, target_states
 from methods.kangaroo import train as kangaroo_train
+from methods.sps import train as sps_train
 from specbench.data.conversations import batched
 from specbench.data.training import RECORD
 from specbench.decoding.model.staged_model import StagedModel
@@ -124,6 +127,61 @@ def test_every_epoch_has_every_row_in_an_order_of_its_own(workplace, folder, tmp
     count = (folder / states.IDS).stat().st_size // (4 * cfg.length)
     rows = [tuple(batch["input_ids"][0].tolist()) for batch in islice(batches(cfg, pair), 2 * count)]
     assert sorted(rows[:count]) == sorted(rows[count:]) and rows[:count] != rows[count:]
+
+
+def test_batches_that_are_skipped_are_not_read(workplace, folder, tmp_path, monkeypatch):
+    """Nor are arrays that are not wanted: a training that goes on, or is one of several, reads its own share alone."""
+    cfg = training_settings("train_kangaroo", workplace, tmp_path, f"states={folder}", "exit_layer=2")
+    pair = load_pair(cfg.pair, 0, with_draft=False)
+    every, read, from_numpy = [*islice(batches(cfg, pair), 20)], [], torch.from_numpy
+    monkeypatch.setattr(torch, "from_numpy", lambda array: read.append(array) or from_numpy(array))
+    for arrays, names in ((None, {*every[0]}), ((), {"input_ids", "loss_weight"})):
+        read.clear()
+        some = [*islice(batches(cfg, pair, start=5, stride=4, arrays=arrays), 4)]
+        assert len(read) == 4 * len(names)
+        for batch, expected in zip(some, every[5::4], strict=True):
+            assert {*batch} == names
+            assert all(torch.equal(batch[name], expected[name]) for name in names)
+
+
+def test_states_are_on_the_device_of_the_ids():
+    """Also of a target that is spread over devices: whose last layers are on another one."""
+    output = SimpleNamespace(last_hidden_state=torch.ones(1), hidden_states=[torch.ones(1)] * 2)
+    found = states.states_of(lambda *_, **__: output, torch.zeros(1, device="meta"), (1, NORMED))
+    assert {state.device.type for state in found.values()} == {"meta"}
+
+
+def test_rows_that_the_context_does_not_hold_are_refused(workplace, tmp_path):
+    commands = (
+        *(
+            (module.train, name)
+            for module, name in ((kangaroo_train, "train_kangaroo"), (sps_train, "train_sps"))
+        ),
+        (states.write, "states"),
+    )
+    for command, name in commands:
+        cfg = composed(
+            name, *same(workplace), "length=4097", f"out={tmp_path}", f"pair.draft={workplace}/draft"
+        )
+        with pytest.raises(UserError, match="length=4097 does not fit into the context of"):
+            command(cfg)
+
+
+def test_the_highest_ids_of_a_tokenizer_with_gaps_are_stored(workplace):
+    """It has fewer tokens than ids; the last one often ends an answer."""
+    cfg = training_settings("train_kangaroo", workplace, "out")
+    pair = load_pair(cfg.pair, 0, with_draft=False)
+    last = pair.vocab_size - 1
+    gaps = replace(pair, tokenizer=range(last))
+    finals = 1e3 * pair.target.get_output_embeddings().weight[last].detach().expand(1, 2, -1)
+    stored = states.distributions(finals, {"loss_weight": torch.ones(1, 2)}, gaps, 1)
+    assert stored["likeliest"][0, 0].item() == last
+
+
+def test_the_command_for_states_names_the_split_of_a_data_set(workplace, tmp_path):
+    words = ("exit_layer=2", "conversations=org/talks", "split=train_sft")
+    cfg = training_settings("train_kangaroo", workplace, tmp_path, *words)
+    assert " conversations=org/talks split=train_sft length=20 " in states.command_for(cfg)
 
 
 def test_a_command_that_was_stopped_goes_on(workplace, folder, tmp_path, monkeypatch):

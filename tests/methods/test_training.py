@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from functools import partial
 from itertools import repeat
 
 import pytest
@@ -242,7 +243,7 @@ def test_a_record_says_what_the_text_is_and_was_cleared_of(workplace, tmp_path):
     def save(out, figures) -> None:
         talk.write_text("")
 
-    train(module, batches(cfg, pair), dict, save, cfg, "draft")
+    train(module, partial(batches, cfg, pair), dict, save, cfg, "draft")
     record = read_json(tmp_path / "out" / RECORD)
     assert (record["data"], record["questions"]) == (began_with, questions)
     assert record["left_out"] == 1 and record["states"] is None

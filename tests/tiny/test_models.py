@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import islice
 
 import pytest
 import torch
@@ -87,6 +88,7 @@ def _batches(seed: int):
 
 def learn(model, schedule: Schedule, out, batches=None, light: float = 1.0) -> None:
     """Trains a model as a stage does, and keeps a state after every step."""
+    text = _batches(1) if batches is None else batches
     AcceleratorState._reset_state(reset_partial_state=True)
     own = {
         "steps": schedule.steps,
@@ -101,7 +103,7 @@ def learn(model, schedule: Schedule, out, batches=None, light: float = 1.0) -> N
     torch.manual_seed(1)
     train(
         Text(model, light),
-        _batches(1) if batches is None else batches,
+        lambda start, stride: islice(text, start, None, stride),
         dict,
         lambda folder, figures: None,
         OmegaConf.create(own | stream | fixed),
