@@ -45,7 +45,15 @@ from tests.support.blocks import MASK, settings_of
 from tests.support.commands import wait_for
 from tests.support.messages import says
 from tests.support.models import random_model
-from tests.support.training import SORTED, Stopped, log, stop_after, training_overrides, training_settings
+from tests.support.training import (
+    SORTED,
+    Stopped,
+    log,
+    stop_after,
+    strided,
+    training_overrides,
+    training_settings,
+)
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerator")
 
@@ -100,7 +108,7 @@ def test_accumulated_batches_count_like_one_larger_batch(workplace, tmp_path):
             {"input_ids": row, "loss_weight": weight}
             for row, weight in zip(ids.split(size), said.split(size))
         ]
-        train(module, iter(rows), dict, lambda out, figures: None, cfg, "draft")
+        train(module, strided(rows), dict, lambda out, figures: None, cfg, "draft")
         weights.append([p.clone() for p in module.parameters()])
     for one, other in zip(*weights):
         torch.testing.assert_close(one, other)
@@ -274,7 +282,7 @@ def test_two_processes_do_not_train_in_one_folder(workplace, tmp_path):
         lock_folder(make_folder(tmp_path / "checkpoints"), "trained"),
         pytest.raises(UserError, match="checkpoints is being trained by another process"),
     ):
-        train(torch.nn.Linear(1, 1), iter(()), dict, None, cfg, "nothing")
+        train(torch.nn.Linear(1, 1), strided(()), dict, None, cfg, "nothing")
 
 
 TRAINERS = {
@@ -461,7 +469,7 @@ def trained(workplace, out, module: Weight, evaluate=dict, save=lambda out, figu
     """Trains it for three steps, with a state after each."""
     cfg = training_settings("train_kangaroo", workplace, out, "steps=3", "save_every=1")
     batch = {"input_ids": torch.ones(1, 4, dtype=torch.long), "loss_weight": torch.ones(1, 4)}
-    return train(module, repeat(batch), evaluate, save, cfg, "nothing")
+    return train(module, strided(repeat(batch)), evaluate, save, cfg, "nothing")
 
 
 @pytest.mark.slow

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
-from itertools import product
+from collections.abc import Iterable
+from itertools import islice, product
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
 from specbench.data.training import LOG
 from tests.support.conf import composed
 from tests.support.models import save_pair
+
+if TYPE_CHECKING:
+    from specbench.data.training import Batch, Batches
 
 # The same few words over and over, so that the held-out conversations can be learnt from the others.
 WORDS = ["".join(word) for n in (1, 2) for word in product("ab", repeat=n)] * 20
@@ -56,6 +61,11 @@ def training_overrides(workplace: Path, out: Path, *more: str) -> list[str]:
 def training_settings(name: str, workplace: Path, out: Path, *more: str) -> DictConfig:
     """The configuration of a trainer with those arguments."""
     return composed(name, *training_overrides(workplace, out, *more))
+
+
+def strided(batches: Iterable[Batch]) -> Batches:
+    """What `train` takes batches by, of some that are there."""
+    return lambda start, stride: islice(batches, start, None, stride)
 
 
 def log(folder: Path) -> list[dict]:

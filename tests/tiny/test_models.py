@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from itertools import islice
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from specbench.tiny.muon import Muon, orthogonalise
 from specbench.tiny.optimise import Schedule, Text
 from specbench.tiny.tokenizer import load_tokenizer
 from specbench.tiny.train import MODELS, SHIPPED, SUMS, checksums
+from tests.support.training import strided
 
 WEIGHTS = SHIPPED / "weights"
 
@@ -103,7 +103,7 @@ def learn(model, schedule: Schedule, out, batches=None, light: float = 1.0) -> N
     torch.manual_seed(1)
     train(
         Text(model, light),
-        lambda start, stride: islice(text, start, None, stride),
+        strided(text),
         dict,
         lambda folder, figures: None,
         OmegaConf.create(own | stream | fixed),
