@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from specbench.decoding.model.graphs import GraphRunner
 from specbench.decoding.state import Draft
 from specbench.system.errors import UserError
 
@@ -140,6 +141,10 @@ class Drafter:
     def overlaps_verification(self) -> bool:
         """Whether it has an `on_hidden` of its own: a captured verification is then cut at its taps."""
         return type(self).on_hidden is not Drafter.on_hidden
+
+    def captures_passes(self) -> bool:
+        """Whether passes of a model of its own are captured, whatever the target's are."""
+        return any(isinstance(getattr(own, "runner", None), GraphRunner) for own in vars(self).values())
 
     def on_hidden(self, layer: int, hidden_states: torch.Tensor) -> None:
         """Told on the way through a verification, for each of `taps` as it is reached. It must not wait for the device.

@@ -361,7 +361,8 @@ class Engine:
             # It holds the cache, which is given back before what is larger is asked for.
             self.__dict__.pop("_layout", None)
             self.__dict__.pop("_slots", None)
-            step = FIXED_STEP if self.target.fixed_shapes else CACHE_STEP
+            captured = self.target.fixed_shapes or self.drafter.captures_passes()
+            step = FIXED_STEP if captured else CACHE_STEP
             capacity = rounded_up(capacity, step)
             cache = self.target.new_cache(capacity, slots)
             self._slots = Slots(slots, capacity, self.target.device)

@@ -28,7 +28,7 @@ def warm_up(setup: Setup, protocol: Protocol, questions: Sequence[Question] = ()
     Where passes are captured, also those of generate, it also runs prompts as long as those of the run's `questions`.
     """
     # Whole answers where passes are captured: each number of entries that they attend to has a graph of its own.
-    captured = isinstance(setup.target.runner, GraphRunner)
+    captured = isinstance(setup.target.runner, GraphRunner) or setup.drafter.captures_passes()
     lengths_count = captured or isinstance(setup.arms.get(HF), FastestOf)
     ends = end_requests(protocol, protocol.decoding.max_new_tokens if lengths_count else TOKENS)
     if lengths_count:

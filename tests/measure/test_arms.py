@@ -88,8 +88,11 @@ def test_generate_does_as_it_is_asked_whatever_the_checkpoint_prefers(monkeypatc
     assert pair.target.generation_config is preferred
 
 
-@pytest.mark.parametrize(("passes", "tokens"), [(None, warm_up.TOKENS), (PretendedRunner(), 300)])
-def test_graphs_are_warmed_up_with_whole_answers(monkeypatch, passes, tokens):
+@pytest.mark.parametrize(
+    ("passes", "own", "tokens"),
+    [(None, None, warm_up.TOKENS), (PretendedRunner(), None, 300), (None, PretendedRunner(), 300)],
+)
+def test_graphs_are_warmed_up_with_whole_answers(passes, own, tokens):
     """A capture takes many passes' time, which is nothing that an answer costs."""
     asked: list[list[Request]] = []
 
@@ -98,7 +101,9 @@ def test_graphs_are_warmed_up_with_whole_answers(monkeypatch, passes, tokens):
         yield len(requests)
 
     pair = SimpleNamespace(context_length=512, prompt_ids=lambda messages: PROMPT)
-    setup = Setup(pair, SimpleNamespace(runner=passes), Drafter(), {BASELINE: arm}, RunSpec({}))
+    drafter = Drafter()
+    drafter.model = SimpleNamespace(runner=own)  # a draft model: may be captured where the target is not
+    setup = Setup(pair, SimpleNamespace(runner=passes), drafter, {BASELINE: arm}, RunSpec({}))
     questions = [SimpleNamespace(turns=["a question"])]
     warm_up.warm_up(setup, Protocol(pair, SamplingParams(300), "paired", 0, questions))
     assert [[request.decoding.max_new_tokens for request in requests] for requests in asked] == [[tokens] * 2]

@@ -312,6 +312,19 @@ def test_batches_of_whole_drafts(monkeypatch, parts, method):
     assert what_was_drafted(found) == what_was_drafted(right)
 
 
+def test_caches_grow_in_long_steps_where_the_draft_model_alone_is_captured(monkeypatch):
+    """The target's weights may be quantised or spread, and a cache that grows drops the draft model's graphs."""
+    pair = random_pair("llama")
+    target = StagedModel(pair.target)
+    made = pretend(monkeypatch)
+    engine = Engine(target, SpeculativeSampling(pair, 4), frozenset())
+    caches = set()
+    for length in (10, 300):
+        engine.answer([3] * length, SamplingParams(10))
+        caches |= {id(cache) for cache in made[0]._captured}
+    assert not target.fixed_shapes and len(caches) == 1
+
+
 @pytest.mark.slow
 def test_a_whole_draft_of_an_oracle(monkeypatch):
     """It proposes from what was foretold, which a replay looks up again."""
