@@ -81,13 +81,16 @@ def prepare(cfg: DictConfig, scheduler: Scheduler | None = None) -> Bench:
         scheduler = make(batch_size=spec.batch_size, **parameters(spec.scheduler))
     measured, single = engine(drafter, scheduler), engine(Drafter())
     arms: dict[str, Arm] = {BASELINE: single.rounds, METHOD: measured.rounds}
+    engines = [measured, single]
     if spec.batch_size > 1:
-        arms |= {BASELINE: engine(Drafter(), Scheduler(spec.batch_size)).rounds, SINGLE: single.rounds}
+        engines.append(engine(Drafter(), Scheduler(spec.batch_size)))
+        arms |= {BASELINE: engines[-1].rounds, SINGLE: single.rounds}
     if cfg.generate:
         arms[HF] = generate_arm(pair, spec.batch_size, counted(target.pass_bytes()))
     chosen = cfg.decoding
     decoding = SamplingParams(chosen.max_new_tokens, chosen.temperature, chosen.verification)
-    setup = Setup(pair, target, drafter, arms, spec, measured.verify_tokens, measured.scheduler.slots)
+    sizes = measured.verify_tokens, measured.scheduler.slots
+    setup = Setup(pair, target, drafter, arms, spec, *sizes, engines=engines)
     protocol = Protocol(pair, decoding, cfg.protocol, cfg.seed, warmup_questions(cfg.data))
     return Bench(
         setup,
@@ -351,6 +354,9 @@ def facts(bench: Bench) -> dict:
         "compiled": setup.target.stack.is_compiled,
         "unit": setup.spec.unit,
         "reference_answer": setup.spec.needs.reference_answer,
+        "any_length": setup.spec.needs.any_length,
+        "longest_path": setup.drafter.max_draft_tokens,
+        "max_nodes": setup.drafter.max_nodes,
         "slice_seconds": conductor.slice_seconds,
         "training": bench.training,
         "trained_weights": bench.trained_weights,

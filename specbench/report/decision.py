@@ -75,6 +75,12 @@ ENGINE = "engine"  # what a speedup is quoted against, if it is our own loop
 SHOWN = 12  # alternatives in a table
 NARROWEST = 12  # characters of a column of words
 LENGTH = "max_draft_tokens"
+# What a draft length is called: here, of a batch's drafter, and in the words of other engines.
+LENGTHS = (
+    *(LENGTH, f"drafter.{LENGTH}", "num_speculative_tokens", "num_assistant_tokens"),
+    *("draft.n_max", "ngram_simple.size_m"),
+)
+OF_TREES = ("nodes", "width")  # settings by which an older run tells that it drafted trees
 FASTEST, AS_FAST, GAINS, UNSHOWN, SLOWER, NONE = (
     "fastest",
     "not told apart",
@@ -155,11 +161,8 @@ class Decision:
             ranked.setdefault(rank, []).append(one.label)
         if FASTEST in ranked:
             best = self.alternatives[self.ranks.index(FASTEST)]
-            drafts = draft_length(best.summary)
-            length = "" if drafts is None else f", {drafts} draft tokens at most,"
-            parts = [
-                f"Take {best.label}{length} with {speedup_text(best.summary['overall'])} times the baseline's speed"
-            ]
+            what = f"{best.label}{_size_in_words(best.summary)}"
+            parts = [f"Take {what} with {speedup_text(best.summary['overall'])} times the baseline's speed"]
             if AS_FAST in ranked:
                 parts.append(f"Not told apart from it: {named(ranked[AS_FAST])}")
         else:
@@ -184,7 +187,7 @@ def _rank(one: Alternative) -> str:
 def decisions(runs: Iterable[Run]) -> list[Decision]:
     """A decision for each setting, in the order of the runs."""
     runs = list(runs)
-    runs = [run for run in runs if not _is_hypothetical(run.summary)]
+    runs = [run for run in runs if not is_hypothetical(run.summary)]
     varied = varied_settings(run.summary for run in runs)
     settings: dict[tuple[str, ...], dict[str, Alternative]] = {}
     itself: dict[tuple[str, ...], list[Run]] = {}
@@ -222,7 +225,7 @@ def in_words(setting: tuple[str, ...], others: Iterable[tuple[str, ...]]) -> str
     return ", ".join([setting[0], *(forms[i - 1].format(setting[i]) for i in differing)])
 
 
-def _is_hypothetical(summary: dict) -> bool:
+def is_hypothetical(summary: dict) -> bool:
     """Whether nobody could deploy what was measured: a drafter that is told the answers, or random weights."""
     return bool(summary.get("reference_answer")) or summary["weights"] == "random"
 
@@ -243,7 +246,7 @@ def decision_table(decision: Decision) -> Table:
     table = PlainTable(f"which method: {decision.setting}", "\n".join(facts(decision)))
     table.add_columns("method", overflow="fold", min_width=NARROWEST)
     table.add_columns(
-        "drafts\nat most", "speedup\n[95 % interval]", *(("of runs",) if several else ()), **NUMBER
+        "drafts at\nmost (levels)", "speedup\n[95 % interval]", *(("of runs",) if several else ()), **NUMBER
     )
     table.add_columns("accept.\nlength", "MBSU", "exact/tie/\nviolation", "trained on,\ntokens", **NUMBER)
     table.add_columns("verdict", overflow="fold", min_width=NARROWEST)
@@ -251,7 +254,7 @@ def decision_table(decision: Decision) -> Table:
         summary, overall = one.summary, one.summary["overall"]
         table.add_row(
             one.label,
-            UNKNOWN if (drafts := draft_length(summary)) is None else str(drafts),
+            _size(summary),
             speedup_text(overall),
             *((one.spread,) if several else ()),
             number_text(overall["acceptance_length"], 2),
@@ -310,9 +313,37 @@ def batch_size(summary: dict) -> int:
 
 
 def draft_length(summary: dict) -> int | None:
-    """The most tokens of a draft, of a batch's drafter, too; None where it has no such setting."""
+    """The most tokens of a path of a draft, in whatever words; None where there is no such setting."""
     settings = summary["settings"]
-    return settings.get(LENGTH, settings.get(f"drafter.{LENGTH}"))
+    return next((settings[key] for key in LENGTHS if key in settings), None)
+
+
+def tree_size(summary: dict) -> tuple[int | None, int | None] | None:
+    """The most nodes and levels of a draft that is a tree, each None where it is not known; None of a chain."""
+    if summary["engine"] is not None:  # they are told to verify chains
+        return None
+    settings = {key.removeprefix("drafter."): value for key, value in summary["settings"].items()}
+    if (nodes := summary.get("max_nodes")) is not None:
+        return (nodes, summary["longest_path"]) if nodes else None
+    if settings.keys().isdisjoint(OF_TREES) and settings.get("shape") != "tree":
+        return None
+    return settings.get("nodes"), draft_length(summary)
+
+
+def _size(summary: dict) -> str:
+    """The longest draft: tokens of a chain, nodes (levels) of a tree."""
+    tree = tree_size(summary)
+    numbers = [UNKNOWN if number is None else str(number) for number in tree or (draft_length(summary),)]
+    return "{} ({})".format(*numbers) if tree else numbers[0]
+
+
+def _size_in_words(summary: dict) -> str:
+    """Likewise, as a part of a sentence; of what is not known nothing."""
+    if (tree := tree_size(summary)) is None:
+        drafts = draft_length(summary)
+        return "" if drafts is None else f", {drafts} draft tokens at most,"
+    known = [f"{n} {name}" for n, name in zip(tree, ("nodes", "levels")) if n is not None]
+    return f", a tree of {' and '.join(known)} at most," if known else ""
 
 
 def beside_length(summary: dict) -> dict:
@@ -320,7 +351,7 @@ def beside_length(summary: dict) -> dict:
     return {
         key: value
         for key, value in sorted(chosen_settings(summary).items())
-        if value is not None and key.removeprefix("drafter.") != LENGTH
+        if value is not None and key not in LENGTHS
     }
 
 

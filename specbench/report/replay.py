@@ -203,7 +203,7 @@ def rounds_of(
         rounds.append((drafted, accepted))
         at += accepted + 1
         if drafted:
-            length = rule.next_length(drafted, accepted, counts)
+            length = rule.next_length(length, drafted, accepted, counts)
     return rounds
 
 
@@ -254,8 +254,8 @@ def replay_table(recorded: Sequence[Recorded], title: str) -> tuple[Table, str]:
         title: of the table.
 
     Returns:
-        A row for each length up to the longest recorded one, and for each rule, with measured figures beside them; the
-        settings of a run with these costs.
+        A row for each length up to the longest recorded one, and for each rule that the drafter can follow, with
+        measured figures beside them; the settings of a run with these costs.
     """
     constant = [one for one in recorded if one.rule == CONSTANT]
     base = max(constant or recorded, key=lambda one: one.longest)
@@ -264,8 +264,10 @@ def replay_table(recorded: Sequence[Recorded], title: str) -> tuple[Table, str]:
     beside = [one for one in recorded if one.rule == CONSTANT or one.most == base.longest]
     measured = {one.longest if one.rule == CONSTANT else one.rule: one.measured for one in beside}
     rules: dict[str | int, Constant] = {length: Constant(length) for length in range(1, base.longest + 1)}
-    rules[ADAPTIVE] = Adaptive(base.longest)
-    if costs is not None:
+    any_length = base.run.summary.get("any_length") is not False  # older runs do not tell
+    if any_length:
+        rules[ADAPTIVE] = Adaptive(base.longest)
+    if any_length and costs is not None:
         # A run of the rule measured its costs on warm-up questions: the rule is played with these.
         of_runs = (one.run.summary["round_costs"] for one in beside if one.rule == GOODPUT)
         rules[GOODPUT] = Goodput(base.longest, next(of_runs, costs))
@@ -282,7 +284,7 @@ def replay_table(recorded: Sequence[Recorded], title: str) -> tuple[Table, str]:
     for name, played, had in rows:
         numbers = (played.length, had.length, played.speedup, had.speedup)
         table.add_row(name, *(number_text(number, 2) for number in numbers))
-    if costs is None:
+    if costs is None or not any_length:
         return table, ""
     words = ",".join(f"{cost:.2f}" for cost in costs)
     return table, f"decoding.draft_length={GOODPUT} decoding.round_costs=[{words}]"

@@ -2,7 +2,7 @@
 
 For each batch size the draft length is that of the fastest run whose whole interval lies above 1, and 0 where there is
 none: speculation is not shown to pay there. A batch size between two that were measured takes the length of the
-smaller one.
+smaller one. Drafters of trees are left out: these engines are told the lengths of chains.
 """
 
 from __future__ import annotations
@@ -16,9 +16,17 @@ from typing import TYPE_CHECKING
 from specbench.config.spec import POOL
 from specbench.measure.metrics.statistics import verdict
 from specbench.report.cells import NUMBER, PlainTable, console, speedup_text
-from specbench.report.decision import batch_size, beside_length, draft_length, in_words, setting_key
+from specbench.report.decision import (
+    batch_size,
+    beside_length,
+    draft_length,
+    in_words,
+    is_hypothetical,
+    setting_key,
+    tree_size,
+)
 from specbench.report.remarks import ONE_POOL, faults, is_one_pool
-from specbench.report.runs import DRAFT, Run, as_text
+from specbench.report.runs import DRAFT, Run, as_text, method_label
 from specbench.report.tables import runs_of_command
 from specbench.system.errors import UserError, file_errors, one_line_errors
 from specbench.system.settings import CONSTANT
@@ -95,8 +103,9 @@ def schedules(runs: Iterable[Run]) -> list[Schedule]:
     for run in runs:
         summary = run.summary
         has_length = draft_length(summary) and summary["draft_length"] == CONSTANT
-        if summary["overall"]["acceptance_rate"] is None or not has_length:
-            continue  # nothing is drafted, or not with one length
+        drafts = summary["overall"]["acceptance_rate"] is not None or summary["engine"] is not None
+        if not (drafts and has_length) or tree_size(summary) or is_hypothetical(summary):
+            continue  # nothing is drafted, or not chains of one length, or not by what could be deployed
         scheduling, drafting = _chosen(summary)
         key = (summary["drafter"] or summary["method"], drafting, setting_key(summary, batches=False))
         measured.setdefault(key, {}).setdefault(scheduling, []).append(run)
@@ -114,8 +123,8 @@ def schedules(runs: Iterable[Run]) -> list[Schedule]:
 def _chosen(summary: dict) -> tuple[str, str]:
     """What schedules, empty for one sequence at a time, and what is set of the drafter but its length, in words."""
     settings = beside_length(summary)
-    if summary["unit"] != POOL:
-        return "", ", ".join(sorted(as_text(settings)))
+    if summary["unit"] != POOL or summary["engine"] is not None:  # another engine schedules by itself
+        return "", ", ".join(sorted(as_text({k.removeprefix("drafter."): v for k, v in settings.items()})))
     of_scheduler = {k: v for k, v in settings.items() if k != DRAFT and not k.startswith("drafter.")}
     drafting = {k.removeprefix("drafter."): v for k, v in settings.items() if k not in of_scheduler}
     return ", ".join([summary["method"], *as_text(of_scheduler)]), ", ".join(sorted(as_text(drafting)))
@@ -166,6 +175,8 @@ def main() -> int:
     """Prints the schedules of the runs of the command line; returns the exit code."""
     runs = runs_of_command("specbench schedule", __doc__)
     all_schedules = schedules(runs)
+    if trees := sorted({method_label(run.summary) for run in runs if tree_size(run.summary)}):
+        print(f"Left out, as they draft trees: {', '.join(trees)}.")
     if not all_schedules:
         raise UserError(
             "a schedule needs runs of one drafter at several batch sizes or draft lengths: "

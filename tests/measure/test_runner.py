@@ -12,6 +12,7 @@ import os
 import pytest
 import torch
 
+from specbench.decoding import engine
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
@@ -59,6 +60,8 @@ def test_without_generate(workplace, tmp_path):
     assert code == 0 and answer["exact"] == answer["answers"] == 1 and summary["overall"]["speedup"] > 0
     assert baseline["hf_generate_tokens_per_second"] is None and baseline["quoted_against"] == "engine"
     assert summary["processor"] == cpu_model() and summary["seed"] == 0
+    told = [summary[key] for key in ("any_length", "longest_path", "max_nodes")]
+    assert told == [True, summary["settings"]["max_draft_tokens"], 0] and len(summary["questions_sha256"]) == 64
     assert baseline["equivalence"]["answers"] == 0
     assert [sorted(t["arms"]) for r in records for t in r["turns"]] == [["baseline", "method"]]
 
@@ -116,6 +119,23 @@ def test_the_machine_is_probed_before_between_and_after(workplace, tmp_path, mon
     monkeypatch.setattr(speed, "SECONDS_BETWEEN", 0.0)
     _, _, often = measured(workplace, "pld", tmp_path / "often", "data.limit=1")
     assert [len(record["speed"]) for record in often] == [2] + [1] * (per_pass - 1)
+
+
+@pytest.mark.parametrize("method", [["sps"], ["ragged", "batch_size=3", "pool=4"]])
+def test_no_cache_grows_while_a_question_is_measured(workplace, tmp_path, monkeypatch, method):
+    """It would count as part of an answer's prefill. Here every longer request needs a larger cache."""
+    made, new_cache = [], StagedModel.new_cache
+    monkeypatch.setattr(engine, "CACHE_STEP", 1)
+    monkeypatch.setattr(StagedModel, "new_cache", lambda *sizes: made.append(sizes) or new_cache(*sizes))
+    before = []
+
+    def turn(bench, *arguments, answer=Bench._turn):
+        before.append(len(made))
+        return answer(bench, *arguments)
+
+    monkeypatch.setattr(Bench, "_turn", turn)
+    assert measured(workplace, method[0], tmp_path, *method[1:], "data.turns=1")[0] == 0
+    assert 0 < before[0] == len(made)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from specbench.report.decision import decision_table, decisions
 from specbench.report.runs import labels
 from tests.report.test_phases import measured
 from tests.support.messages import shown
-from tests.support.samples import NUMBERS, SUMMARY, batched, changed, faster, runs_of, wrong
+from tests.support.samples import ENGINE, NUMBERS, SUMMARY, batched, changed, faster, runs_of, wrong
 from tests.support.synthetic import slowed
 
 
@@ -48,6 +48,24 @@ def test_the_fastest_is_named_with_those_that_are_not_told_apart_from_it():
         "Take best, 5 draft tokens at most, with 1.70 [1.60, 1.80] times the baseline's speed. "
         "Not told apart from it: close"
     )
+
+
+@pytest.mark.parametrize(
+    ("changes", "words", "cell"),
+    [
+        ({"settings": {}, "max_nodes": 59, "longest_path": 6}, "a tree of 59 nodes and 6 levels", "59 (6)"),
+        ({"settings": {"nodes": 59, "max_draft_tokens": 6}}, "a tree of 59 nodes and 6 levels", "59 (6)"),
+        ({"settings": {"width": 10, "max_draft_tokens": 6}}, "a tree of 6 levels", "– (6)"),
+        ({"settings": {"nodes": None}, "max_nodes": 63, "longest_path": 4}, "a tree of 63 nodes", "63 (4)"),
+        ({"max_nodes": 0, "longest_path": 5}, "5 draft tokens", "5"),
+        ({"settings": {"draft.n_max": 4}, "engine": ENGINE}, "4 draft tokens", "4"),
+    ],
+)
+def test_of_a_tree_nodes_and_levels_are_said(changes, words, cell):
+    """Those that the drafter had, or those of an older run's settings."""
+    decision = one(a=run("eagle2", 1.7, 1.6, 1.8, **changes))
+    assert f", {words}" in decision.sentence and " at most, with 1.70" in decision.sentence
+    assert f" {cell} " in shown(decision_table(decision), 140)
 
 
 def test_without_a_gain_there_is_none_to_take():

@@ -231,6 +231,15 @@ def test_the_table_sets_what_was_measured_beside(few_draws):
     assert settings == "decoding.draft_length=goodput decoding.round_costs=[1.00,1.30,1.50,1.70,1.90]"
 
 
+def test_a_drafter_of_one_length_is_replayed_without_rules(few_draws):
+    """Such as `mirror_sd`, which a run refuses to combine with one."""
+    recorded = [Recorded(run(length, of=short(), any_length=False)) for length in (4, 2)]
+    table, settings = replay_table(recorded, "mirror_sd")
+    first = [line.split()[0] for line in shown(table, 120).splitlines() if line.strip()]
+    assert {"1", "4", "oracle"} <= {*first} and not {"adaptive", "goodput"} & {*first}
+    assert settings == ""
+
+
 def test_a_run_of_a_rule_stands_beside_its_replay(few_draws):
     """And gives no lengths to replay where another run has constant ones."""
     rules = [(4, {}), (4, {"draft_length": "adaptive"}), (2, {"draft_length": "goodput"})]

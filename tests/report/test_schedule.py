@@ -7,7 +7,7 @@ import pytest
 from specbench.report import schedule as module
 from specbench.report.schedule import schedule_table, schedules
 from tests.support.messages import says, shown
-from tests.support.samples import SUMMARY, WRONG, batched, changed, runs_of
+from tests.support.samples import ENGINE, SUMMARY, WRONG, batched, changed, runs_of
 
 
 def run(size: int, length: int, speedup: float, width: float = 0.05, **changes) -> dict:
@@ -109,3 +109,43 @@ def test_a_question_is_a_batch_of_one_for_every_scheduler():
 )
 def test_one_run_or_runs_without_a_length_make_no_schedule(runs):
     assert schedules(runs_of(**runs)) == []
+
+
+def test_trees_are_left_out_and_named(monkeypatch, capsys):
+    """Engines would draft chains of as many tokens as a tree has levels."""
+    trees = {
+        f"t{size}": changed(run(size, 6, 2.0), drafter="eagle2", max_nodes=59, longest_path=6)
+        for size in (1, 4)
+    }
+    older = changed(
+        SUMMARY, method="eagle3", settings={"nodes": 59, "max_draft_tokens": 6}, overall__speedup=3.0
+    )
+    runs = runs_of(**BATCHES, **trees, o=older, p=changed(older, settings__max_draft_tokens=4))
+    assert [one.drafter for one in schedules(runs)] == ["sps"]
+    monkeypatch.setattr(module, "runs_of_command", lambda *_: runs)
+    assert module.main() == 0
+    assert "Left out, as they draft trees: eagle3, ragged + eagle2.\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("change", [{"reference_answer": True}, {"weights": "random"}])
+def test_what_nobody_could_deploy_makes_no_schedule(change):
+    assert schedules(runs_of(**{name: summary | change for name, summary in BATCHES.items()})) == []
+
+
+@pytest.mark.parametrize(
+    "key", ["num_speculative_tokens", "num_assistant_tokens", "draft.n_max", "ngram_simple.size_m"]
+)
+def test_runs_of_other_engines_have_schedules_in_their_words(key):
+    """Whatever batch method names their load, and where a busy server does not count what it accepts."""
+
+    def served(size: int, length: int, speedup: float, **changes) -> dict:
+        words = {"settings": {key: length, "min_hits": 1}, "engine": ENGINE}
+        return changed(run(size, length, speedup), **words | changes)
+
+    alone = served(1, 8, 1.9, unit="question", method="sps", drafter=None)
+    busy = served(4, 4, 1.4, overall__acceptance_rate=None)
+    (schedule,) = schedules(runs_of(a=alone, b=served(1, 4, 1.5), c=busy, d=served(4, 8, 1.2)))
+    assert schedule.drafter == "sps" and schedule.lengths == {1: 8, 4: 4}
+    assert (
+        "llama_cpp" in schedule.setting and "min_hits=1" in schedule.setting and key not in schedule.setting
+    )

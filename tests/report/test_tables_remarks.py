@@ -6,7 +6,7 @@ import pytest
 
 from specbench.report import remarks, tables
 from tests.support.messages import says, shown
-from tests.support.samples import NUMBERS, SUMMARY, WRONG, changed, nothing, runs_of, wrong
+from tests.support.samples import ENGINE, SUMMARY, WRONG, changed, nothing, runs_of, wrong
 
 
 def test_what_is_wrong_with_a_run():
@@ -131,15 +131,6 @@ def test_captions_say_whose_settings_are_the_published_ones():
     assert "settings" not in shown(tables.overview_table([SUMMARY]), width=200)
 
 
-ENGINE = {
-    "name": "llama_cpp",
-    "version": "xllamacpp==1",
-    "plain": {"cache_type_k": "f16"},
-    "faults": [],
-    "again": {"speedup": 1.0, "low": 0.98, "high": 1.02},
-    "again_equivalence": NUMBERS["equivalence"],
-    "own_tokens_per_second": 37.5,
-}
 SERVED = SUMMARY | {"engine": ENGINE}
 
 

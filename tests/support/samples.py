@@ -105,6 +105,16 @@ SUMMARY = {
     "equivalence": NUMBERS["equivalence"],
     "baseline": BASELINE,
 }
+# What another engine did beside the method.
+ENGINE = {
+    "name": "llama_cpp",
+    "version": "xllamacpp==1",
+    "plain": {"cache_type_k": "f16"},
+    "faults": [],
+    "again": {"speedup": 1.0, "low": 0.98, "high": 1.02},
+    "again_equivalence": NUMBERS["equivalence"],
+    "own_tokens_per_second": 37.5,
+}
 PROVENANCE = {
     "time": "2026-01-02T03:04:05+0000",
     "command": ["python", "-m", "specbench", "run", "method=kangaroo"],
