@@ -39,10 +39,11 @@ class Constant:
     def __init__(self, initial: int):
         self.initial = initial
 
-    def next_length(self, last: int, accepted: int, counts: np.ndarray) -> int:
+    def next_length(self, length: int, last: int, accepted: int, counts: np.ndarray) -> int:
         """The length after a draft of `last` tokens, of which `accepted` were accepted.
 
         Args:
+            length: that the rule gave for it; a drafter may stop earlier by itself, and where an answer ends.
             last: at least 1.
             accepted: at most `last`.
             counts: [2] of the rule's own for the sequence, which it may change; zeros at the beginning of an answer.
@@ -61,9 +62,9 @@ class Adaptive(Constant):
         super().__init__(min(INITIAL, longest))
         self.longest = longest
 
-    def next_length(self, last: int, accepted: int, counts: np.ndarray) -> int:
-        """Looks at the last draft alone."""
-        return min(last + STEP, self.longest) if accepted >= last else max(last - 1, 1)
+    def next_length(self, length: int, last: int, accepted: int, counts: np.ndarray) -> int:
+        """Looks at the last draft alone, and changes its own length, as what was drafted may be shorter."""
+        return min(length + STEP, self.longest) if accepted >= last else max(length - 1, 1)
 
 
 class Goodput(Constant):
@@ -82,7 +83,7 @@ class Goodput(Constant):
         self._powers = np.arange(longest + 1)
         super().__init__(self._best(PRIOR_ACCEPTANCE))
 
-    def next_length(self, last: int, accepted: int, counts: np.ndarray) -> int:
+    def next_length(self, length: int, last: int, accepted: int, counts: np.ndarray) -> int:
         """Looks at the last rounds, each counting less than the one after it."""
         counts *= DECAY
         counts += accepted, min(accepted + 1, last)
@@ -159,5 +160,6 @@ class VariableLength(WrappedDrafter):
         for slot, sequence in enumerate(batch.sequences):
             last = sequence.steps[-1]
             if last.depth:
-                self._lengths[slot] = self.rule.next_length(last.depth, last.accepted, self._counts[slot])
+                facts = last.depth, last.accepted, self._counts[slot]
+                self._lengths[slot] = self.rule.next_length(self.draft_limit(slot), *facts)
         super().commit(batch, verified)

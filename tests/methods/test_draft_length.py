@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from methods.eagle import Eagle2
-from methods.pld import PromptLookup
 from methods.ragged import RaggedBatch
+from methods.samd import SAMDecoding
 from methods.sps import SpeculativeSampling
 from specbench.config.checks import check
 from specbench.decoding.engine import Engine
@@ -40,15 +40,16 @@ COSTS = [1.0, 1.3, 1.5, 1.7, 2.6]
 def test_the_rule_of_transformers():
     rule, counts = Adaptive(8), np.zeros(2)
     following = [
-        rule.next_length(last, accepted, counts) for last, accepted in ((5, 5), (8, 8), (5, 4), (1, 0))
+        rule.next_length(length, last, accepted, counts)
+        for length, last, accepted in ((5, 5, 5), (8, 8, 8), (5, 5, 4), (1, 1, 0), (5, 2, 2), (5, 2, 1))
     ]
-    assert rule.initial == 5 and following == [7, 8, 4, 1]
-    assert Adaptive(3).initial == 3 and Constant(3).next_length(3, 0, counts) == 3
+    assert rule.initial == 5 and following == [7, 8, 4, 1, 7, 4], "of its own length, not of what was drafted"
+    assert Adaptive(3).initial == 3 and Constant(3).next_length(3, 3, 0, counts) == 3
 
 
 def test_goodput_takes_the_length_with_most_tokens_for_its_cost():
     rule, counts = Goodput(6, COSTS), np.zeros(2)
-    lengths = [rule.initial, *(rule.next_length(3, accepted, counts) for accepted in (0, 0, 0, 0))]
+    lengths = [rule.initial, *(rule.next_length(3, 3, accepted, counts) for accepted in (0, 0, 0, 0))]
     assert lengths == sorted(lengths, reverse=True) and lengths[-1] < lengths[0]
     expected = counts[0], counts[1]
     acceptance = (expected[0] + 1.4) / (expected[1] + 2)
@@ -56,16 +57,16 @@ def test_goodput_takes_the_length_with_most_tokens_for_its_cost():
     gains = [sum(acceptance**i for i in range(k + 1)) / costs[k] for k in range(1, 7)]
     assert lengths[-1] == 1 + int(np.argmax(gains))
     for _ in range(20):
-        last = rule.next_length(3, 3, counts)
+        last = rule.next_length(3, 3, 3, counts)
     assert last == 3  # a fourth token costs more than it can give
 
 
 def test_the_last_rounds_count_most():
     rule, old, new = Goodput(4, [1.0, 1.4, 1.8, 2.2, 2.6]), np.zeros(2), np.zeros(2)
     for accepted in (4, 4, 4, 0, 0, 0):
-        early = rule.next_length(4, accepted, old)
+        early = rule.next_length(4, 4, accepted, old)
     for accepted in (0, 0, 0, 4, 4, 4):
-        late = rule.next_length(4, accepted, new)
+        late = rule.next_length(4, 4, accepted, new)
     assert early < late
 
 
@@ -115,7 +116,7 @@ def test_lossless_and_as_long_as_the_rule_says(rule):
     for step in steps:
         assert step.drafted == min(length, left)
         if step.drafted:
-            length = rule.next_length(step.drafted, step.accepted, counts)
+            length = rule.next_length(length, step.drafted, step.accepted, counts)
         left -= step.emitted
 
 
@@ -139,9 +140,9 @@ def test_a_tree_is_judged_by_the_levels_that_it_has(tmp_path):
     pair, seen = random_pair("llama"), []
 
     class Noted(Adaptive):
-        def next_length(self, last, accepted, counts):
+        def next_length(self, length, last, accepted, counts):
             seen.append((last, accepted))
-            return super().next_length(last, accepted, counts)
+            return super().next_length(length, last, accepted, counts)
 
     drafter = VariableLength(Eagle2(pair, saved_eagle("llama", tmp_path), 3, 2, 6), Noted(6))
     prompt, cap, *_ = cases("llama")[6]
@@ -172,18 +173,22 @@ def test_each_answer_begins_anew_and_batches_share_a_round():
 
 
 def test_a_drafter_that_stops_early_is_judged_by_what_it_drafted():
-    """A look-up that finds little: a whole short draft is a whole draft."""
-    pair, seen = random_pair("llama"), []
+    """A look-up that finds little: a whole short draft is a whole draft, and the length is still the rule's own."""
+    pair, seen, lengths = random_pair("llama"), [], [5]
 
     class Noted(Adaptive):
-        def next_length(self, last, accepted, counts):
+        def next_length(self, length, last, accepted, counts):
             seen.append((last, accepted))
-            return super().next_length(last, accepted, counts)
+            assert last <= length == lengths[-1]
+            lengths.append(super().next_length(length, last, accepted, counts))
+            return lengths[-1]
 
-    drafter = VariableLength(PromptLookup(pair, max_draft_tokens=4, max_ngram=2), Noted(4))
-    prompt = [3, 9, 27, 3, 9, 27, 3, 9]
+    drafter = VariableLength(SAMDecoding(pair, max_draft_tokens=8, growth=1), Noted(8))
+    prompt = [18, 28, 29, 14, 26, 38] * 2
     steps = Engine(StagedModel(pair.target), drafter, frozenset()).answer(prompt, SamplingParams(30)).steps
     assert seen == [(step.drafted, step.accepted) for step in steps if step.drafted]
+    short = [accepted == last for (last, accepted), length in zip(seen, lengths) if last < length]
+    assert {*short} == {True, False}
 
 
 @pytest.mark.slow
