@@ -102,6 +102,11 @@ class Engine:
         """Decodes every request to its end at once: `rounds` without a pause."""
         return exhaust(self.rounds(requests))
 
+    @torch.inference_mode()
+    def reserve(self, requests: list[Request]) -> None:
+        """Makes the buffers that these requests need; otherwise the first call that needs them does, in its own time."""
+        self._allocate(requests)
+
     @torch.inference_mode()  # of a generator: torch enters the mode for each step, and leaves it for the caller
     def rounds(self, requests: list[Request]) -> Rounds:
         """Decodes every request to its end: a stop token, or exactly `max_new_tokens` new tokens.

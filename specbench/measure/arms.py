@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from specbench.config.spec import RunSpec
     from specbench.decoding.drafter import Drafter
+    from specbench.decoding.engine import Engine
     from specbench.decoding.model.staged_model import StagedModel
 
 Arm = Callable[[list[Request]], Rounds]
@@ -48,6 +49,7 @@ class Setup:
         verify_tokens: tokens of each sequence in the method's widest pass.
         slots: sequences that the method holds at once at most.
         served: the engine whose arms baseline and method are; None: this project's.
+        engines: of this project, that answer in arms.
     """
 
     pair: Pair
@@ -58,6 +60,7 @@ class Setup:
     verify_tokens: int = 1
     slots: int = 1
     served: Served | None = None
+    engines: Collection[Engine] = ()
 
     def close(self) -> None:
         """Ends what the arms hold."""

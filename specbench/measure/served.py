@@ -55,7 +55,7 @@ def prepare_served(cfg: DictConfig, spec: RunSpec) -> Bench:
     arms = {BASELINE: served.plain, METHOD: served.speculative, AGAIN: served.plain, OWN_LOOP: loop.rounds}
     if spec.batch_size > 1:
         arms[SINGLE] = served.single
-    setup = Setup(pair, pair.staged, Drafter(), arms, spec, served=served)
+    setup = Setup(pair, pair.staged, Drafter(), arms, spec, served=served, engines=[loop])
     training = provenance.trained(pair_cfg, spec.drafter, needs.draft_model)
     conductor = Conductor(setup, None, cfg.remeasure)
     return Bench(setup, protocol, conductor, Certifier(setup, protocol), training, {})

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from specbench.decoding.model.fixed_shape import KV_BUCKET, rounded_up
 from specbench.decoding.model.graphs import GraphRunner
+from specbench.decoding.state import Request
 from specbench.measure.arms import BASELINE, HF, METHOD, SINGLE, FastestOf
 from specbench.measure.draft_length import Constant, VariableLength
 from specbench.system import threads
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from specbench.data.question_files import Question
-    from specbench.decoding.state import Request
     from specbench.measure.arms import Setup
     from specbench.measure.protocol import Protocol
 
@@ -25,7 +25,8 @@ TOKENS = 16  # of each arm on a warm-up question, to warm up and to choose the n
 def warm_up(setup: Setup, protocol: Protocol, questions: Sequence[Question] = ()) -> None:
     """Runs every arm on the warm-up questions with the shortest and the longest prompt.
 
-    Where passes are captured, also those of generate, it also runs prompts as long as those of the run's `questions`.
+    Where passes are captured, also those of generate, it also runs prompts as long as those of the run's `questions`;
+    elsewhere buffers of that length are made.
     """
     # Whole answers where passes are captured: each number of entries that they attend to has a graph of its own.
     captured = isinstance(setup.target.runner, GraphRunner) or setup.drafter.captures_passes()
@@ -35,6 +36,11 @@ def warm_up(setup: Setup, protocol: Protocol, questions: Sequence[Question] = ()
         long = long_requests(ends[-1], protocol.longest_prompt(questions))
         caps = [protocol.capped(one.prompt, one.decoding.max_new_tokens) for one in long]
         ends = [*(replace(one, decoding=decoding) for one, decoding in zip(long, caps)), *ends]
+    else:
+        prompt = [0] * protocol.longest_prompt(questions)
+        longest = Request(prompt, protocol.capped(prompt))
+        for engine in setup.engines:
+            engine.reserve([longest] * setup.slots)
     setup.set_reference_answers(ends)
     batch = filled(ends, setup.spec.batch_size)
     for name in setup.arms:

@@ -61,7 +61,9 @@ def test_without_generate(workplace, tmp_path):
     assert baseline["hf_generate_tokens_per_second"] is None and baseline["quoted_against"] == "engine"
     assert summary["processor"] == cpu_model() and summary["seed"] == 0
     told = [summary[key] for key in ("any_length", "longest_path", "max_nodes")]
-    assert told == [True, summary["settings"]["max_draft_tokens"], 0] and len(summary["questions_sha256"]) == 64
+    assert (
+        told == [True, summary["settings"]["max_draft_tokens"], 0] and len(summary["questions_sha256"]) == 64
+    )
     assert baseline["equivalence"]["answers"] == 0
     assert [sorted(t["arms"]) for r in records for t in r["turns"]] == [["baseline", "method"]]
 
