@@ -104,7 +104,7 @@ class Engine:
 
     @torch.inference_mode()
     def reserve(self, requests: list[Request]) -> None:
-        """Makes the buffers that these requests need; otherwise the first call that needs them does, in its own time."""
+        """Makes the buffers that these requests need, which the first call to need them would make in its own time."""
         self._allocate(requests)
 
     @torch.inference_mode()  # of a generator: torch enters the mode for each step, and leaves it for the caller
