@@ -108,6 +108,10 @@ def prompt(texts: Sequence[str], length: int, rng: random.Random, pair: Pair) ->
     def tokens(documents: Sequence[str]) -> int:
         return len(pair.prompt_ids([{"role": "user", "content": _turn(documents, len(documents))}]))
 
+    most = 1  # doubled, so that no more than a few prompts are tokenised where there are many documents
+    while most < len(texts) and tokens(texts[:most]) <= length:
+        most *= 2
+    texts = texts[:most]
     fitting = bisect_right(range(1, len(texts) + 1), length, key=lambda n: tokens(texts[:n]))
     chosen = list(texts[:fitting])
     if fitting < len(texts):  # as many words of the next one as fit

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
 import re
+from types import SimpleNamespace
 
 import pytest
 
@@ -64,6 +66,19 @@ def test_documents_come_from_answers_that_are_long_enough(tmp_path):
     assert "alpha0" in turn and "gamma" not in turn and "short" not in turn
     with pytest.raises(UserError, match="fewer than a prompt of 3000"):
         written(tmp_path, f"conversations={talk}", "lengths=[3000]")
+
+
+@pytest.mark.parametrize(("count", "words"), [(2, 22), (12, 72), (13, 77), (14, 80), (5000, 80)])
+def test_no_more_is_tokenised_than_a_few_prompts(count, words):
+    """The longest prompt is found, however many documents there are."""
+    documents, tried = [f"{i} beta gamma" for i in range(count)], []
+
+    def prompt_ids(messages) -> list[str]:
+        tried.append(messages[0]["content"].split())
+        return tried[-1]
+
+    turn = command.prompt(documents, 80, random.Random(0), SimpleNamespace(prompt_ids=prompt_ids))
+    assert len(turn.split()) == words and max(map(len, tried)) <= 160
 
 
 @pytest.mark.parametrize(
