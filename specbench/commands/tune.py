@@ -98,16 +98,17 @@ def as_overrides(params: dict) -> list[str]:
 
 
 def score(job: Job) -> tuple[float | None, str | None]:
-    """The speedup of a trial, or why it has none: answers that are violations are no merit of a setting."""
+    """The speedup of a trial, or why it has none: what a report would not trust is no merit of a setting."""
     if job.code != 0 or job.run_dir is None:
         return None, job.reason
-    from specbench.report.runs import read_run  # late: pandas takes a second
+    from specbench.report.remarks import faults  # late: pandas takes a second
+    from specbench.report.runs import read_run
 
-    overall = read_run(job.run_dir).summary["overall"]
-    violations = overall["equivalence"]["violation"]
-    if violations:
-        return None, f"{violations} answers are violations"
-    return overall["speedup"], None if overall["speedup"] is not None else "no speedup could be measured"
+    summary = read_run(job.run_dir).summary
+    if wrong := faults(summary):
+        return None, "; ".join(wrong)
+    speedup = summary["overall"]["speedup"]
+    return speedup, None if speedup is not None else "no speedup could be measured"
 
 
 # -- what is searched

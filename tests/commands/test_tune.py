@@ -9,9 +9,11 @@ import sys
 
 import pytest
 from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
 
 from specbench.commands import run as bench
 from specbench.commands import tune
+from specbench.commands.sweep import Job
 from specbench.config import checks
 from specbench.config.compose import CONF
 from specbench.measure import runner
@@ -21,6 +23,7 @@ from specbench.system.files import read_json
 from tests.support.commands import exit_code, small_pair_and_questions
 from tests.support.conf import composed
 from tests.support.messages import says
+from tests.support.samples import ENGINE, SUMMARY, changed, write_run
 
 optuna = pytest.importorskip("optuna")
 
@@ -59,6 +62,28 @@ def test_settings_as_a_command_takes_them():
         "b=null",
         "c=[0.3,0.6]",
     ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"equivalence__violation": 2}, "VIOLATION: 2 of"),
+        ({"baseline__equivalence__violation": 1}, "VIOLATION: our loop and"),
+        (
+            {"likelihood": {"method": {"logprob": -9.0, "standard_errors": -20.0}}},
+            "VIOLATION: answers of the method",
+        ),
+        ({"verification": "typical"}, "LOSSY"),
+        ({"engine": ENGINE | {"faults": ["plain: broke off"]}}, "FAULTS of llama_cpp"),
+    ],
+)
+def test_a_trial_that_a_report_would_not_trust_has_no_score(tmp_path, changes, reason):
+    """Also where answers are drawn, which have no verdicts token by token."""
+    job = Job([], DictConfig({}), code=0, run_dir=write_run(tmp_path, "a"))
+    assert tune.score(job) == (SUMMARY["overall"]["speedup"], None)
+    job.run_dir = write_run(tmp_path, "b", changed(SUMMARY, **changes))
+    speedup, why = tune.score(job)
+    assert speedup is None and why.startswith(reason)
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ import torch
 from specbench.decoding import engine
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
+from specbench.decoding.model.layer_stack import LayerStack
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.measure import certify, conductor, runner
 from specbench.measure.bench import Bench
@@ -345,6 +346,16 @@ def test_a_run_tells_which_file_its_memory_was_warmed_with(workplace, tmp_path, 
     (run_dir / store.RECORDS).write_text("".join(lines[:-1]))
     file.write_text(file.read_text() * 2)
     with pytest.raises(UserError, match=r"other conditions \(weights.method.warm.files.talk.jsonl"):
+        runner.run(run_dir)
+
+
+def test_a_run_that_goes_on_is_compiled_as_it_was(workplace, tmp_path, monkeypatch):
+    run_dir = start(workplace, "pld", tmp_path, "task=rag")
+    assert runner.run(run_dir) == 0 and read_json(run_dir / store.PROVENANCE)["compiled"] is False
+    (run_dir / store.SUMMARY).unlink()
+    (run_dir / store.RECORDS).write_text("")
+    monkeypatch.setattr(LayerStack, "is_compiled", True)
+    with pytest.raises(UserError, match=r"other conditions \(compiled False against True\)"):
         runner.run(run_dir)
 
 
