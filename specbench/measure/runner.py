@@ -255,6 +255,7 @@ class Job:
         probes = Probes(setup.pair.device)
         first = probes.take()
         speed = {"machine": probes.machine, "best": probes.best}
+        chosen["compiled"] = setup.target.stack.is_compiled  # known once it has warmed up
         try:
             provenance.record(self.run_dir, collected | chosen | {"speed": speed | {"first": first}})
         except UserError as error:

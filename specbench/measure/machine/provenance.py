@@ -86,6 +86,7 @@ SAME_RUN = (
     "questions.sha256",
     "weights",
     "kernels",
+    "compiled",
 )
 
 LEAST_BUFFER_BYTES = {"cpu": 2**28, "cuda": 2**30}  # so much that starting a pass is small beside it
