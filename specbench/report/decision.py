@@ -7,14 +7,16 @@ both asked the same questions (`specbench compare` does).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from functools import cached_property
+from statistics import NormalDist
 from typing import TYPE_CHECKING
 
 from rich.text import Text
 
 from specbench.config.spec import OWN, POOL
-from specbench.measure.metrics.statistics import verdict
+from specbench.measure.metrics.statistics import CONFIDENCE, verdict
 from specbench.report.cells import (
     NUMBER,
     UNKNOWN,
@@ -25,7 +27,15 @@ from specbench.report.cells import (
     speedup_text,
 )
 from specbench.report.phases import slow_machine
-from specbench.report.remarks import ONE_POOL, cores_label, disturbed, dtype_label, faults, is_one_pool
+from specbench.report.remarks import (
+    ONE_POOL,
+    cores_label,
+    could_explain,
+    disturbed,
+    dtype_label,
+    faults,
+    is_one_pool,
+)
 from specbench.report.runs import Run, as_text, chosen_settings, method_label, named, varied_settings
 from specbench.report.training_data import tokens_seen
 from specbench.system.settings import TOKEN
@@ -169,13 +179,45 @@ class Decision:
             parts = ["Stay with autoregressive decoding: no method is shown to be faster"]
         if NONE in ranked:
             parts.append(f"Not to be trusted: {named(ranked[NONE])}")
-        for run in self.itself:
-            overall = run.summary["overall"]
-            if verdict(overall["speedup_low"], overall["speedup_high"]) in ("faster", "slower"):
-                parts.append(
-                    f"The baseline against itself gave {speedup_text(overall)}: trust no speedup here"
-                )
+        if self.alarm is not None:
+            explained = self._explained_by(self.alarm)
+            which = "speedup here" if self._fastest in explained else f"gain of {named(explained)}"
+            gave = speedup_text(self.alarm.summary["overall"])
+            parts.append(f"The baseline against itself gave {gave}: trust no {which}")
         return ". ".join(parts)
+
+    @cached_property
+    def alarm(self) -> Run | None:
+        """The run in which the baseline differs most from itself, and by as much as a method gains; None if none does.
+
+        Of many such runs some differ by chance: the level of each is divided by their number.
+        """
+        tail, count = (1 - CONFIDENCE) / 2, max(len(self.itself), 1)
+        wider = NormalDist().inv_cdf(1 - tail / count) / NormalDist().inv_cdf(1 - tail)
+        alarming = [run for run in self.itself if _differs(run, wider) and self._explained_by(run)]
+        return max(alarming, key=lambda run: abs(math.log(run.summary["overall"]["speedup"])), default=None)
+
+    @property
+    def _fastest(self) -> str | None:
+        return next((one.label for one, rank in zip(self.alternatives, self.ranks) if rank == FASTEST), None)
+
+    def _explained_by(self, run: Run) -> list[str]:
+        """Whose gains are no larger than what the baseline has against itself in a run."""
+        itself = run.summary["overall"]
+        return [
+            one.label
+            for one, rank in zip(self.alternatives, self.ranks)
+            if rank in (FASTEST, AS_FAST, GAINS)
+            and could_explain(itself["speedup_low"], itself["speedup_high"], one.summary["overall"])
+        ]
+
+
+def _differs(run: Run, wider: float) -> bool:
+    """Whether the interval of the baseline against itself leaves out 1, so many times as wide (of the logarithm)."""
+    value, *ends = (run.summary["overall"][f"speedup{end}"] for end in ("", "_low", "_high"))
+    if None in ends:
+        return False
+    return verdict(*(value * (end / value) ** wider for end in ends)) != "no difference"
 
 
 def _rank(one: Alternative) -> str:
@@ -276,9 +318,9 @@ def facts(decision: Decision) -> list[str]:
     ]
     if left_out := len(decision.alternatives) - len(shown):
         lines[-1] += f"; the {left_out} slowest are not shown"
-    lines += [
-        f"the baseline against itself: {speedup_text(run.summary['overall'])}" for run in decision.itself[-1:]
-    ]
+    if decision.itself:
+        run = decision.alarm or decision.itself[-1]
+        lines.append(f"the baseline against itself: {speedup_text(run.summary['overall'])}")
     if any(is_one_pool(one.summary) for one in shown):
         lines.append(ONE_POOL)
     if busy := [one.label for one in shown if disturbed(one.summary)]:

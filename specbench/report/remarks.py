@@ -221,13 +221,19 @@ def likelihood_line(summary: dict) -> str:
     return f"mean log p of drawn tokens: {'; '.join(parts)}" if parts else ""
 
 
-def _tells_speeds_apart(again: dict, overall: dict) -> bool:
-    """Whether an engine has one speed against itself, and a method that is faster or slower has another."""
-    clear = ("faster", "slower")
-    if verdict(again["low"], again["high"]) in clear:
+def could_explain(low: float | None, high: float | None, overall: dict) -> bool:
+    """Whether what a baseline may have against itself makes what a method gains, or loses, no longer shown.
+
+    Args:
+        low: lower end of the baseline's interval against itself; None without one.
+        high: upper end.
+        overall: numbers of the method.
+    """
+    ends = overall["speedup_low"], overall["speedup_high"]
+    if low is None or high is None or (judged := verdict(*ends)) not in ("faster", "slower"):
         return False
-    judged = verdict(overall["speedup_low"], overall["speedup_high"]) in clear
-    return not (judged and again["low"] is not None and again["low"] <= overall["speedup"] <= again["high"])
+    margin = max(high, 1 / low)
+    return verdict(ends[0] / margin, ends[1] * margin) != judged
 
 
 def itself_text(engine: dict) -> Text:
@@ -285,9 +291,11 @@ def engine_faults(summary: dict) -> list[str]:
 
 
 def no_speed(summary: dict) -> str:
-    """A line where another engine differs from itself in speed, so that it tells nothing of a method; else nothing."""
+    """A line where another engine may differ from itself by as much as a method gains or loses; else nothing."""
     engine = summary.get("engine")
-    if engine is None or _tells_speeds_apart(engine["again"], summary["overall"]):
+    if engine is None or not could_explain(
+        engine["again"]["low"], engine["again"]["high"], summary["overall"]
+    ):
         return ""
     return f"NO VERDICT ON SPEED: plain {engine['name']} against itself has {itself_text(engine)}"
 

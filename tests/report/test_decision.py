@@ -86,8 +86,35 @@ def test_a_baseline_that_differs_from_itself_takes_the_trust_away():
     assert [a.label for a in told.alternatives] == ["sps"]
     assert "trust no speedup" not in told.sentence
     assert "the baseline against itself: 1.00 [0.98, 1.02]" in shown(decision_table(told))
-    untold = one(a=run("ar", 1.1, 1.05, 1.15, **itself), b=run("sps", 1.5, 1.4, 1.6))
+    untold = one(a=run("ar", 1.1, 1.05, 1.15, **itself), b=run("sps", 1.2, 1.14, 1.26))
     assert "The baseline against itself gave 1.10 [1.05, 1.15]: trust no speedup here" in untold.sentence
+
+
+BASELINE = {"overall__acceptance_rate": None, "overall__acceptance_length": 1.0, "settings": {}}
+
+
+def test_a_difference_of_the_baseline_takes_the_trust_from_gains_of_its_size_alone():
+    off = run("ar", 1.003, 1.001, 1.005, **BASELINE)
+    assert "trust no" not in one(a=off, b=run("sps", 1.8, 1.7, 1.9)).sentence
+    small = run("pld", 1.006, 1.004, 1.008)
+    text = one(a=off, b=run("sps", 1.8, 1.7, 1.9), c=small).sentence
+    assert text.endswith("The baseline against itself gave 1.00 [1.00, 1.00]: trust no gain of pld")
+    assert one(a=off, b=small).sentence.endswith("trust no speedup here")
+    assert "trust no" not in one(a=off, b=run("sps", 1.0, 0.99, 1.01)).sentence, "no gain is shown"
+
+
+def test_of_many_baselines_one_differs_by_chance():
+    """The level of each is divided by their number; the one that differs most is shown, wherever it stands."""
+    sound = {f"r{i}": run("ar", 1.0, 0.96, 1.04, **BASELINE) for i in range(20)}
+    method = run("sps", 1.05, 1.01, 1.09)
+    chance = run("ar", 1.042, 1.0005, 1.085, **BASELINE)
+    assert "trust no" in one(a=chance, b=method).sentence
+    decision = one(a=chance, b=method, **sound)
+    assert decision.alarm is None and "trust no" not in decision.sentence
+    assert "the baseline against itself: 1.00 [0.96, 1.04]" in shown(decision_table(decision))
+    real = one(a=run("ar", 0.9, 0.87, 0.93, **BASELINE), b=method, **sound)
+    assert real.sentence.endswith("gave 0.90 [0.87, 0.93]: trust no speedup here")
+    assert "the baseline against itself: 0.90 [0.87, 0.93]" in shown(decision_table(real))
 
 
 def test_runs_of_one_command_are_one_row_with_their_spread():

@@ -149,7 +149,9 @@ def test_another_engine_is_named_with_its_baseline_and_what_it_has_against_itsel
     ("changes", "message"),
     [
         ({}, None),
-        ({"engine__again": {"speedup": 1.05, "low": 1.01, "high": 1.09}}, "NO VERDICT ON SPEED"),
+        ({"engine__again": {"speedup": 1.05, "low": 1.01, "high": 1.09}}, None),  # far from 1.52 [1.47, 1.58]
+        ({"engine__again": {"speedup": 1.5, "low": 1.45, "high": 1.55}}, "NO VERDICT ON SPEED"),
+        ({"engine__again": {"speedup": 0.67, "low": 0.65, "high": 0.69}}, "NO VERDICT ON SPEED"),
         (
             {"engine__again": {"speedup": 1.1, "low": 0.7, "high": 1.7}},
             "NO VERDICT ON SPEED",
@@ -174,6 +176,23 @@ def test_what_is_wrong_with_another_engine_stands_first(changes, message):
     lines = remarks.faults(changed(SERVED, **changes))
     assert len(lines) == (message is not None)
     assert message is None or says(lines[0], message)
+
+
+@pytest.mark.parametrize(
+    ("again", "method", "explained"),
+    [
+        ((1.001, 1.005), (1.70, 1.90), False),
+        ((1.001, 1.005), (1.004, 1.010), True),
+        ((0.96, 0.98), (1.01, 1.03), True),
+        ((0.96, 0.98), (0.90, 0.95), False),
+        ((0.96, 0.98), (0.93, 0.97), True),
+        ((0.98, 1.02), (0.95, 1.05), False),  # nothing is shown that it could explain
+        ((None, None), (1.2, 1.3), False),
+    ],
+)
+def test_an_engine_has_no_verdict_where_its_own_difference_could_explain_the_method(again, method, explained):
+    overall = dict(zip(("speedup_low", "speedup_high"), method))
+    assert remarks.could_explain(*again, overall) == explained
 
 
 def test_engines_stand_side_by_side_with_our_own_run_of_the_method():
