@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 
@@ -29,6 +31,7 @@ from specbench.decoding.model.graphs import (
 from specbench.decoding.model.staged_model import StagedModel, runner_of
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import NORMED, Draft
+from specbench.system.errors import JobError, UserError
 from tests.support.decoding import random_pair
 from tests.support.graphs import PretendedRunner, pretend
 from tests.support.models import ARCHITECTURES, FAMILIES, SLIDING, random_model
@@ -115,6 +118,69 @@ def test_a_capture_that_fails_is_over():
         with pytest.raises(RuntimeError, match="for some reason"):
             graphs.run(owner, "failing", failing, torch.ones(4))
         graphs.run(owner, "double", lambda given: [2 * given], torch.ones(4))
+    assert graphs.captures == 1
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a look at the device"), torch.OutOfMemoryError("no room")])
+def test_what_breaks_a_capture_is_reported_and_its_stream_is_left(monkeypatch, error):
+    """As torch does it: the end of a broken capture raises before its stream is left."""
+    own = SimpleNamespace(priority=0, wait_stream=lambda other: None)
+    streams, calls = [own], []
+
+    @contextmanager
+    def stream(one: object) -> Iterator[None]:
+        before = streams[:]
+        streams.append(one)
+        try:
+            yield
+        finally:
+            streams[:] = before
+
+    class Broken:
+        def __init__(self, graph: object, stream: object, **options: object):
+            self.stream = stream
+
+        def __enter__(self) -> None:
+            streams.append(self.stream)
+
+        def __exit__(self, *raised: object) -> None:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    def failing(given: torch.Tensor) -> list[torch.Tensor]:
+        calls.append(streams[-1] is own)
+        if len(calls) > graphs_module.WARM_UPS:
+            raise error
+        return [given]
+
+    made = SimpleNamespace(priority=0, wait_stream=lambda other: None)
+    replaced = {
+        "Stream": lambda device, priority: made,
+        "current_stream": lambda device: streams[-1],
+        "stream": stream,
+        "graph": Broken,
+        "CUDAGraph": lambda: None,
+        "graph_pool_handle": lambda: None,
+    }
+    for name, double in replaced.items():
+        monkeypatch.setattr(torch.cuda, name, double)
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
+    kind = torch.OutOfMemoryError if isinstance(error, torch.OutOfMemoryError) else JobError
+    with pytest.raises(kind, match=str(error)):
+        GraphRunner(torch.device("cuda", 0)).capture(failing, [torch.ones(2)])
+    assert streams == [own] and calls == [False] * (graphs_module.WARM_UPS + 1)
+
+
+def test_a_table_that_grows_within_a_capture_does_not_lose_it():
+    graphs, owner = PretendedRunner(), Memory()
+
+    def growing(given: torch.Tensor) -> list[torch.Tensor]:
+        if not graphs.captures:  # as `StagedModel._make_angles` of a draft model does
+            graphs.forget()
+        return [2 * given]
+
+    with torch.inference_mode():
+        for _ in range(2):
+            graphs.run(owner, "growing", growing, torch.ones(4))
     assert graphs.captures == 1
 
 

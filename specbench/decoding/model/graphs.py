@@ -145,6 +145,7 @@ class GraphRunner(EagerRunner):
             with within():
                 captured = self.capture(function, static_inputs)
             self.captures += 1
+            by_shape = self._captured.setdefault(owner, {})  # anew: what it ran may have called `forget`
             held = captured.bytes + sum(other.bytes for other in by_shape.values())
             while by_shape and held > HELD_BYTES:
                 held -= by_shape.pop(next(iter(by_shape))).bytes
@@ -179,9 +180,7 @@ class GraphRunner(EagerRunner):
                 # Kernels keep the address of the workspace of cuBLAS. One of before would be freed under the graph,
                 # such as by inductor's own graphs; with none, it is made in the graph's pool.
                 torch._C._cuda_clearCublasWorkspaces()
-                with torch.cuda.graph(
-                    graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-                ):
+                with capturing(graph, self._pool, self._stream):
                     outputs = function(*inputs)
                 torch._C._cuda_clearCublasWorkspaces()  # what is not captured must not use that of the pool
                 torch.cuda.current_stream(self.device).wait_stream(self._stream)
@@ -204,6 +203,28 @@ def compiled(function: Function, backend: str = "inductor") -> Function:
     config.recompile_limit = config.accumulated_recompile_limit = VERSIONS
     mode = "max-autotune-no-cudagraphs" if backend == "inductor" else None
     return torch.compile(function, fullgraph=True, dynamic=False, mode=mode, backend=backend)
+
+
+@contextmanager
+def capturing(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) -> Iterator[None]:
+    """What is run within becomes the graph; an error within is raised as it is.
+
+    Where an operation has broken the capture, the end of `torch.cuda.graph` raises another error in place of the
+    operation's, and leaves the thread on the stream of the capture.
+    """
+    failed: BaseException | None = None
+    with torch.cuda.stream(stream):
+        try:
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                try:
+                    yield
+                except BaseException as error:
+                    failed = error
+                    raise
+        except RuntimeError:
+            if failed is None:
+                raise
+            raise failed from None
 
 
 def is_within() -> bool:
