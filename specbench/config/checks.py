@@ -201,6 +201,14 @@ def check_values(cfg: DictConfig) -> None:
         raise UserError("pair.device_map spreads weights that are loaded: set pair.init=pretrained")
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(cfg.pair.device)):
         raise UserError(f"pair.device must be auto, cpu or cuda:0, not {cfg.pair.device!r}")
+    if cfg.pair.compile and cfg.pair.graphs is False:
+        import torch  # late: it takes seconds
+
+        if torch.cuda.is_available() if cfg.pair.device == "auto" else cfg.pair.device != "cpu":
+            raise UserError(
+                "on CUDA pair.compile=true compiles what is captured, and nothing is: set pair.graphs=null or "
+                "pair.compile=null"
+            )
 
 
 def check_method(cfg: DictConfig) -> RunSpec:

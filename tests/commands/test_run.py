@@ -114,6 +114,7 @@ def test_a_file_that_is_no_yaml(monkeypatch, capfd, tmp_path, file, arguments):
         (["tracker=wandb", "tracker.mode=of"], "tracker.mode \'of\'"),
         (["pair.init=zero"], "pair.init \'zero\'"),
         (["pair.device=gpu"], "pair.device ... auto, cpu or cuda:0"),
+        (["pair.device=cuda:0", "pair.graphs=false", "pair.compile=true"], "set pair.graphs=null ... compile"),
         (["pair.device_map=balance"], "pair.device_map \'balance\' ... balanced"),
         (["pair.device_map=auto", "pair.init=random"], "set pair.init=pretrained"),
         (["pair.device_map=auto", "method=ragged"], "ragged ... device"),

@@ -354,6 +354,24 @@ def test_graphs_are_for_a_whole_plain_model_on_one_gpu():
     assert not found(devices=("cpu",))
 
 
+@pytest.mark.parametrize(
+    ("changes", "graphs", "why"),
+    [
+        ({"devices": ("cuda:0", "cuda:1")}, True, "spread over devices"),
+        ({"quantised": True}, True, "quantised weights"),
+        ({"experts": 8}, True, "routed experts"),
+        ({}, False, "pair.graphs=false"),
+    ],
+)
+def test_what_is_not_captured_cannot_be_compiled(changes, graphs, why):
+    """On CUDA; the setting would have no effect, and a run would say that it had."""
+    model = _Stand(**changes)
+    set_options(model, Options(graphs, compile=True))
+    with pytest.raises(UserError, match=rf"captured.*{why}.*set pair\.compile=null"):
+        runner_of(model)
+    assert not isinstance(runner_of(_Stand(devices=("cpu",))), GraphRunner)
+
+
 def test_options_belong_to_a_model():
     """Not to the process: two pairs may be loaded that are to run otherwise."""
     one, other, third = _Stand(), _Stand(), _Stand()

@@ -371,20 +371,33 @@ class StagedModel:
 def runner_of(model: PreTrainedModel) -> EagerRunner:
     """What runs the passes of a model: a `GraphRunner` on CUDA, but for a model that no graph can hold.
 
-    That is one whose layers are spread over devices; one with quantised weights, whose kernels may look at them on the
-    host; and one whose routed experts do, see `experts_wait`.
+    Raises:
+        UserError: they are to be compiled, and no graph can hold them.
     """
     options = options_of(model)
-    if model.device.type != "cuda" or not options.graphs:
+    if model.device.type != "cuda":
         return EagerRunner()
+    why = why_uncaptured(model) if options.graphs else "pair.graphs=false"
+    if why is None:
+        return GraphRunner(model.device, options.compile)
+    if options.compile:
+        raise UserError(
+            f"pair.compile=true is for passes that are captured, and these are not ({why}): set pair.compile=null"
+        )
+    return EagerRunner()
+
+
+def why_uncaptured(model: PreTrainedModel) -> str | None:
+    """Why no graph can hold the passes of a model on CUDA; None if one can."""
     devices = {weight.device for weight in chain(model.parameters(), model.buffers())}
-    hooked = any(hasattr(module, "_hf_hook") for module in model.modules())
-    quantised = getattr(model.config, "quantization_config", None) is not None
+    if len(devices) > 1 or any(hasattr(module, "_hf_hook") for module in model.modules()):
+        return "layers spread over devices"
+    if getattr(model.config, "quantization_config", None) is not None:
+        return "quantised weights, whose kernels may look at them on the host"
     config = model.config.get_text_config()
-    experts = any(getattr(config, name, 0) for name in EXPERTS)
-    if len(devices) > 1 or hooked or quantised or (experts and experts_wait(model)):
-        return EagerRunner()
-    return GraphRunner(model.device, options.compile)
+    if any(getattr(config, name, 0) for name in EXPERTS) and experts_wait(model):
+        return "routed experts that wait for the host"
+    return None
 
 
 def recurs(ctx: ForwardContext, n: int) -> bool:
