@@ -7,6 +7,7 @@ continues where it was stopped.
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,8 @@ from hydra.core.hydra_config import HydraConfig
 
 from methods.common.build import Step, run_all
 from methods.states import RECORD as STATES
-from specbench.config.compose import program
+from methods.states import check_context
+from specbench.config.compose import program, quoted
 from specbench.data.training import RECORD, training_pair
 from specbench.decoding.state import NORMED
 from specbench.models.pairs import load_pair
@@ -48,25 +50,29 @@ TEXT = ("length", "prompt_weight", "seed", "precision")  # of states and of thos
 ALIKE = ("steps", "batch_size", "loss_tokens", "vocab_sample", "save_every")
 # Settings that say which layers of the target.
 DEPTHS = {"exit_layer": int, "taps": Count | list[int] | None, "layers": Count | list[int] | None}
+UNQUOTED = re.compile(r"[\w./:@+-]+", re.ASCII)  # what Hydra takes as it stands
 EAGLE3 = ("methods.eagle3.train", "methods.peagle.train")  # without a setting, they read its depths
 
 
 def arguments(settings: Mapping[str, Any]) -> list[str]:
-    """Settings as a command line has them."""
+    """Settings as Hydra's command line has them."""
     return [f"{key}={_written(value)}" for key, value in settings.items()]
 
 
 def _written(value: object) -> str:
     if isinstance(value, list):
         return f"[{','.join(map(_written, value))}]"
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    text = str(value)
+    return text if UNQUOTED.fullmatch(text) else quoted(text)
 
 
 def checked_parts(cfg: DictConfig, layers: int) -> dict[str, dict[str, Any]]:
     """The parts that are made, with settings for a target of so many layers.
 
     Raises:
-        UserError: a part has a key that none has, or a value of another type.
+        UserError: a part has a key that none has, a value of another type, or a draft model that is not made before it.
     """
     from methods.dflash.model import default_taps  # late: it takes seconds to import
     from methods.eagle3.model import default_taps as eagle3_taps
@@ -90,7 +96,19 @@ def checked_parts(cfg: DictConfig, layers: int) -> dict[str, dict[str, Any]]:
             case {"layers": [*indices]}:
                 settings["layers"] = [i + layers if i < 0 else i for i in indices]
         checked[name] = part
+    _check_drafts(checked)
     return checked
+
+
+def _check_drafts(parts: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raises UserError where a part needs a draft model that is not made before it."""
+    for name, part in parts.items():
+        draft = part.get("draft")
+        if draft is not None and (draft not in parts or parts[draft].get("draft") is not None):
+            raise UserError(
+                f"parts.{name} needs the part '{draft}', which is not made before it: set parts.{name}=null, too, or "
+                f"another parts.{name}.draft"
+            )
 
 
 def taps_of(cfg: DictConfig, parts: Mapping[str, Mapping[str, Any]], layers: int) -> list[int]:
@@ -132,9 +150,10 @@ def steps(cfg: DictConfig, pair: Sequence[str], layers: int) -> list[list[Step]]
     checked = checked_parts(cfg, layers)
     out = Path(cfg.out)
     conversations = out / "conversations.jsonl" if cfg.conversations is None else Path(cfg.conversations)
-    text = [f"conversations={conversations}", *arguments({key: cfg[key] for key in TEXT})]
+    text = arguments({"conversations": conversations} | {key: cfg[key] for key in TEXT})
     states = out / "states"
-    converse = ("specbench.commands.converse", *pair, f"tokens={cfg.tokens}", f"out={conversations}")
+    written = arguments({"tokens": cfg.tokens, "out": conversations})
+    converse = ("specbench.commands.converse", *pair, *written)
     keep = {"taps": taps_of(cfg, checked, layers), "tokens": cfg.states_tokens, "out": states}
     groups = [[Step("states", 30, states / STATES, ("methods.states", *pair, *text, *arguments(keep)))]]
     if cfg.conversations is None:
@@ -144,12 +163,13 @@ def steps(cfg: DictConfig, pair: Sequence[str], layers: int) -> list[list[Step]]
     later: list[Step] = []  # they need a draft model of the others
     for name, part in checked.items():
         folder = out / "weights" / name
-        shared, settings = [f"conversations={conversations}", f"seed={cfg.seed}"], part["settings"]
+        shared, settings = arguments({"conversations": conversations, "seed": cfg.seed}), part["settings"]
         if part["alike"]:
             shared, settings = text, alike | settings
         draft = part.get("draft")
-        drafts = [] if draft is None else [f"pair.draft={out / 'weights' / draft}"]
-        command = (part["module"], *pair, *drafts, *shared, *arguments(settings), f"out={folder}")
+        drafts = {} if draft is None else {"pair.draft": out / "weights" / draft}
+        own = arguments(settings | {"out": folder})
+        command = (part["module"], *pair, *arguments(drafts), *shared, *own)
         step = Step(name, cfg.steps / 30, folder / (part.get("result") or RECORD), command)
         (parts if draft is None else later).append(step)
     return [*groups, parts, later]
@@ -161,8 +181,9 @@ def make(cfg: DictConfig) -> None:
     named = [word for word in HydraConfig.get().overrides.task if word.lstrip("+").startswith("pair")]
     pair = named if any(word.startswith("pair=") for word in named) else [f"pair={cfg.pair.name}", *named]
     out = Path(cfg.out)
-    target = load_pair(training_pair(cfg.pair), cfg.seed, with_draft=False, weights=False).target
-    layers = target.config.get_text_config().num_hidden_layers
+    loaded = load_pair(training_pair(cfg.pair), cfg.seed, with_draft=False, weights=False)
+    check_context(cfg, loaded)
+    layers = loaded.target.config.get_text_config().num_hidden_layers
     run_all(steps(cfg, pair, layers), out / "logs", cfg.cores, cfg.pair.name)
     print(out / "weights")
 

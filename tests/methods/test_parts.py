@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -72,6 +73,34 @@ def test_layers_are_those_of_the_target(tmp_path, layers, overrides, taps, block
     assert f"taps=[{blocks}]" in commands["dflash"] and f"layers=[{streaming}]" in commands["streaming"]
 
 
+def test_paths_are_quoted_where_hydra_needs_it(tmp_path):
+    out, talks = tmp_path / "a, b", tmp_path / "Chats (new)" / "c=1's.jsonl"
+    cfg = composed("parts", *parts.arguments({"out": out, "conversations": talks}))
+    commands = {step.name: step.command[1:] for group in parts.steps(cfg, [], LAYERS) for step in group}
+    made = composed("train_sps_tree", "pair=smollm2-135m", *commands["sps_tree"])
+    assert made.conversations == str(talks) and made.out == str(out / "weights" / "sps_tree")
+    assert made.pair.draft == str(out / "weights" / "s2d")
+    made = composed("train_kangaroo", "pair=smollm2-135m", *commands["kangaroo"])
+    assert made.conversations == str(talks) and made.states == str(out / "states")
+    assert parts.arguments({"out": Path("build/a-b.1")}) == ["out=build/a-b.1"]
+
+
+def test_the_tree_is_counted_for_the_layers_that_the_pair_drafts_with(tmp_path):
+    cfg = composed("parts", f"out={tmp_path}")
+    (step,) = (step for step in parts.steps(cfg, [], LAYERS)[-1])
+    made = composed("train_sps_tree", "pair=smollm2-135m", *step.command[1:]).pair
+    shipped = composed("bench", "pair=smollm2-135m").pair
+    assert made.draft != shipped.draft and made.draft_layers == shipped.draft_layers == 2
+
+
+def test_rows_that_the_context_does_not_hold_are_refused_before_anything_is_made(tmp_path, monkeypatch):
+    monkeypatch.setattr(parts, "run_all", None)
+    monkeypatch.setattr(parts.HydraConfig, "get", lambda: OmegaConf.create({"overrides": {"task": []}}))
+    pair = saved_pair(training_workplace(tmp_path))
+    with pytest.raises(UserError, match="length=4097 does not fit into the context of"):
+        parts.make(composed("parts", *pair, "length=4097", f"out={tmp_path}/build"))
+
+
 def test_of_blocks_all_tokens_are_judged(tmp_path):
     cfg = composed("parts", f"out={tmp_path}", "loss_tokens=8")
     judged = {
@@ -110,6 +139,14 @@ def test_a_trainer_accepts_its_settings(tmp_path, name):
             r"parts\.kangaroo\.settings\.exit_layer must be a whole number",
         ),
         ("parts.kangaroo.settings.exit_layer=30", "parts.kangaroo reads the depth 30, .* depths 0 to 29"),
+        (
+            "parts.s2d=null",
+            r"parts\.sps_tree needs the part 's2d', which is not made .*: set parts\.sps_tree=null",
+        ),
+        (
+            "parts.sps_tree.draft=sps_tree",
+            r"parts\.sps_tree needs the part 'sps_tree', which is not made before",
+        ),
         ("taps=[2,15,27,-1]", r"taps lacks the depth 3, which parts\.kangaroo reads: set taps=null"),
     ],
 )
