@@ -11,9 +11,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from specbench.config.compose import (
-    as_it_stands,
     check_pair_keys,
-    choices_of,
     compose_arguments,
     own_error,
 )
@@ -109,7 +107,7 @@ def check(cfg: DictConfig) -> RunSpec:
         check_target(cfg.pair)
         cfg.pair = expand.embedded(cfg.pair)
         OmegaConf.resolve(cfg)
-        missing = OmegaConf.missing_keys(cfg)
+        missing = {key for key in OmegaConf.missing_keys(cfg) if not key.startswith("pair_file.")}
     except OmegaConfBaseException as error:
         raise UserError(str(own_error(error) or error)) from error
     if missing:
@@ -127,8 +125,9 @@ def check(cfg: DictConfig) -> RunSpec:
         # What another engine drafts with is in its words: neither published nor tuned here.
         rule = cfg.decoding.draft_length
         cfg.settings_source = (
-            settings_source(spec, cfg.pair.name, rule, cfg.vocab) if spec.is_own_code else None
+            settings_source(spec, cfg.pair_file.name, rule, cfg.vocab) if spec.is_own_code else None
         )
+        del cfg["pair_file"]
     return spec
 
 
@@ -174,16 +173,20 @@ def check_target(pair: DictConfig) -> None:
         )
 
 
-def check_shapes(pair: DictConfig) -> None:
-    """Raises UserError where random weights would have the shape of another model than the one that is named."""
-    if pair.init != "random" or pair.name not in choices_of("pair"):
+def check_shapes(pair: DictConfig, usual: DictConfig) -> None:
+    """Raises UserError where random weights would have the shape of another model than the one that is named.
+
+    Args:
+        pair: As it is used.
+        usual: As its file has it.
+    """
+    if pair.init != "random":
         return
-    usual = as_it_stands("pair", pair.name, None)
     for model in ("target", "draft"):
         name, shape = pair[model], pair[f"{model}_shape"]
-        if name in (None, usual[model]) or shape is None or packaged(name).exists():
+        if name in (None, usual.get(model)) or shape is None or packaged(name).exists():
             continue
-        if values.plain(shape) == usual[f"{model}_shape"]:
+        if shape == usual[f"{model}_shape"]:
             raise UserError(
                 f"pair.{model}={name} would be built in the shape of {usual[model]}: with init=random set "
                 f"pair.{model}_shape, too, or name a folder with its config.json"
@@ -193,7 +196,7 @@ def check_shapes(pair: DictConfig) -> None:
 def check_values(cfg: DictConfig) -> None:
     """Raises UserError for a value of another type than its key has, see `KEYS`."""
     values.check_all(cfg, KEYS)
-    check_shapes(cfg.pair)
+    check_shapes(cfg.pair, cfg.pair_file)
     for name in ("width", "draft_width"):
         if cfg.pair[name] is not None and cfg.pair.init != "expanded":
             raise UserError(f"pair.{name} is of expanded models: set pair.init=expanded")
@@ -431,15 +434,13 @@ def check_vocab(cfg: DictConfig, what: str, group: Mapping, takes: dict) -> None
     Raises:
         UserError: It does not.
     """
-    if cfg.vocab.name == "full":
-        if cfg.vocab.map is not None or cfg.vocab.size is not None:
-            raise UserError("vocab.map and vocab.size are of a trimmed head: set vocab=trim too")
-        return
-    name = group["name"]
-    if "vocab_map" not in takes:
+    name, is_full = group["name"], cfg.vocab.name == "full"
+    if is_full and (cfg.vocab.map is not None or cfg.vocab.size is not None):
+        raise UserError("vocab.map and vocab.size are of a trimmed head: set vocab=trim too")
+    if not is_full and "vocab_map" not in takes:
         raise UserError(f"{what} {name} has no head to trim: set vocab=full")
     method_vocab = group.get("vocab_map"), group.get("vocab_size")
-    if method_vocab[0] is None:
+    if method_vocab[0] is None and not is_full:
         raise UserError(
             f"pair {cfg.pair.name} has no vocabulary map: make one with `python -m methods.vocab_trim.calibrate "
             f"pair={cfg.pair.name}`, then name it with vocab.map=FOLDER"

@@ -147,6 +147,20 @@ def tuned_choice(group: str, *, _root_: DictConfig) -> str:
 OmegaConf.register_new_resolver("tuned", tuned_choice, replace=True)
 
 
+def tuned_vocab(usual: str, *, _root_: DictConfig) -> str:
+    """`- vocab: ${tuned_vocab:full}` in a defaults list: what tuned settings of the run's drafter choose, or `usual`.
+
+    A trimmed head is of this project's engine alone.
+    """
+    if _root_.get("engine") != "own":
+        return usual
+    files = [group_file("tuned", tuned_choice(group, _root_=_root_)) for group in ("drafter", "method")]
+    return next((file["vocab"] for file in files if "vocab" in file), usual)
+
+
+OmegaConf.register_new_resolver("tuned_vocab", tuned_vocab, replace=True)
+
+
 def own_conf() -> Path | None:
     """The folder `conf` of the working directory, where a user of the package keeps YAMLs of his own; None without."""
     folder = Path.cwd() / "conf"
@@ -312,7 +326,7 @@ def choice(group: str, name: str, *, _parent_: DictConfig, _root_: DictConfig) -
     """
     checked_choice(group, name)
     tuned = OmegaConf.select(_root_, "settings") == "tuned"
-    pair = tuned_on(_root_.pair.name, name) if tuned else None
+    pair = tuned_on(_root_.pair_file.name, name) if tuned else None
     return OmegaConf.create(as_it_stands(group, name, pair), parent=_parent_)
 
 

@@ -52,6 +52,6 @@ def _changed(cfg: DictConfig, group: Mapping[str, Any]) -> list[str]:
     name, takes = group["name"], inspect.signature(pkgutil.resolve_name(group["_target_"])).parameters
     usual = {key: parameter.default for key, parameter in takes.items()} | group_file("method", name)
     if cfg.get("settings") == TUNED:
-        usual |= group_file(f"tuned/{tuned_on(cfg.pair.name, name)}", name)
+        usual |= group_file(f"tuned/{tuned_on(cfg.pair_file.name, name)}", name)
     brought = {key for key, value in usual.items() if value is inspect.Parameter.empty or "${" in str(value)}
     return [key for key, value in settings(group).items() if key not in brought and value != usual[key]]

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 PUBLISHED, TUNED, CHANGED = "published", "tuned", "changed"
 OF_THE_PROTOCOL = (LEARNS[0], WARM)
+VOCAB = "vocab"
 
 
 def settings_source(
@@ -31,7 +32,7 @@ def settings_source(
         spec: the run.
         on: the name of its pair.
         rule: of draft lengths; any other than a constant one is a change.
-        vocab: name and size of the drafter's vocabulary; another one than the method's own is a change.
+        vocab: name and size of the drafter's vocabulary, which is a setting of it.
 
     Returns:
         `source`: "published", "tuned" or "changed". `pair`: where they were tuned, else None. `published`: the
@@ -47,33 +48,37 @@ def settings_source(
             continue
         if name not in choices_of(group):
             return None
-        of_conf = settings(as_it_stands(group, name, None))
+        of_conf = _settings_of(group, name, None)
         brought = {key for key, value in of_conf.items() if isinstance(value, str) and "${" in value}
         method_settings = {
             key: value for key, value in method_settings.items() if key not in (*OF_THE_PROTOCOL, *brought)
         }
         judged |= bool(method_settings)
+        if method_settings and vocab is not None and chosen is spec.drafter:
+            method_settings[VOCAB] = vocab["name"], vocab["size"]
         if differing := _differing(method_settings, of_conf):
-            published |= {key_of(group, key): of_conf.get(key) for key in differing}
+            published |= {key_of(group, key): of_conf.get(key) for key in differing if key != VOCAB}
+            if VOCAB in differing:
+                usual, size = of_conf[VOCAB]
+                published |= {VOCAB: usual} | ({} if size is None else {f"{VOCAB}.size": size})
             pair = tuned_on(on, name)
-            is_tuned = pair is not None and not _differing(
-                method_settings, settings(as_it_stands(group, name, pair))
-            )
+            is_tuned = pair is not None and not _differing(method_settings, _settings_of(group, name, pair))
             pairs.add(pair if is_tuned else None)
     if rule != CONSTANT:
         published["decoding.draft_length"] = CONSTANT
         pairs.add(None)
-    if vocab is not None and judged:
-        usual = _usual_vocab(spec.drafter["name"])
-        size = group_file("vocab", usual).get("size")
-        if (vocab["name"], vocab["size"]) != (usual, size):
-            published |= {"vocab": usual} | ({} if size is None else {"vocab.size": size})
-            pairs.add(None)
     if not judged:
         return None
     pair = next(iter(pairs)) if len(pairs) == 1 else None
     source = PUBLISHED if not published else TUNED if pair else CHANGED
     return {"source": source, "pair": pair, "published": published}
+
+
+def _settings_of(group: str, name: str, pair: str | None) -> dict[str, Any]:
+    """The settings that conf/ has for a method or drafter, as `as_it_stands`, and name and size of its vocabulary."""
+    chosen = as_it_stands(group, name, pair)
+    usual = chosen.get(VOCAB) or _usual_vocab(name)
+    return settings(chosen) | {VOCAB: (usual, group_file(VOCAB, usual).get("size"))}
 
 
 def _usual_vocab(method: str) -> str:

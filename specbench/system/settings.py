@@ -59,7 +59,7 @@ NAMES: dict[Any, str] = {
 }
 
 # What a group may hold beside parameters of the method or drafter: names, and defaults of keys at the top.
-NO_PARAMETERS = ("name", "_target_", "batch_size", "repeats")
+NO_PARAMETERS = ("name", "_target_", "batch_size", "repeats", "vocab")
 WRAPPED = "drafter"  # of a drafter around another one: that one's configuration
 # decoding.verification: how drafts are verified. The last one is lossy: a control that the certificate must find.
 TOKEN, BLOCK, TYPICAL = "token", "block", "typical"

@@ -11,9 +11,10 @@ from omegaconf import OmegaConf
 
 from specbench import CONF
 from specbench.config import checks
-from specbench.config.compose import tuned_on
+from specbench.config.compose import compose_arguments, tuned_on
 from specbench.config.tuned import settings_source
 from specbench.measure.metrics import summary as metrics
+from specbench.system.errors import UserError
 from specbench.system.settings import parameters
 from tests.support import conf
 from tests.support.commands import run_main
@@ -99,14 +100,14 @@ def test_a_tuned_file(path):
     assert text.startswith("# ") and (
         f"make tune METHOD={method} PAIR={pair}" in text or "As for `tiny`" in text
     )
-    published, tuned = (
-        composed(f"method={method}", f"pair={pair}", f"settings={s}").method for s in ("published", "tuned")
-    )
-    changed = {
-        key for key in tuned if OmegaConf.is_missing(tuned, key) or str(tuned[key]) != str(published[key])
-    }
+    vocab = values.pop("vocab", "full")
+    run = composed(f"method={method}", f"pair={pair}")
+    assert run.vocab.name == vocab
+    tuned = parameters(run.method)
+    published = composed(f"method={method}", f"pair={pair}", "settings=published", f"vocab={vocab}").method
+    changed = {key for key in tuned if str(tuned[key]) != str(published[key])}
     assert changed == set(values), "each value differs from the published one"
-    assert set(tuned) == set(published)
+    assert set(tuned) == set(parameters(published))
 
 
 @pytest.mark.one_in(4)
@@ -214,6 +215,67 @@ def test_the_source_follows_from_the_values(overrides, source, published):
     cfg = composed(*overrides)
     checks.check(cfg)
     assert (cfg.settings_source.source, cfg.settings_source.published) == (source, published)
+
+
+MTP = ["method=mtp", "pair=smollm2-135m"]  # tuned: one token, a trimmed head
+
+
+@pytest.mark.parametrize(
+    ("overrides", "vocab", "source", "published"),
+    [
+        (MTP, "trim", "tuned", {"max_draft_tokens": 3, "vocab": "full"}),
+        (["method=ragged", "drafter=mtp", MTP[1]], "trim", "tuned", {"drafter.max_draft_tokens": 3, "vocab": "full"}),
+        ([*MTP, "method.max_draft_tokens=3"], "trim", "changed", {"vocab": "full"}),
+        ([*MTP, "vocab.size=1024"], "trim", "changed", {"max_draft_tokens": 3, "vocab": "full"}),
+        ([*MTP, "vocab=full"], "full", "changed", {"max_draft_tokens": 3}),
+        ([*MTP, "vocab=full", "method.max_draft_tokens=3"], "full", "published", {}),
+        ([*MTP, "settings=published"], "full", "published", {}),
+        (["method=eagle2", "method.nodes=59", "method.width=10", "method.max_draft_tokens=6", MTP[1]],
+         "trim", "changed", {"vocab": "full"}),
+    ],
+)  # fmt: skip
+def test_tuned_settings_choose_a_vocabulary_and_vocab_wins(overrides, vocab, source, published):
+    cfg = composed(*overrides)
+    drafter = checks.check(cfg).drafter
+    assert (cfg.vocab.name, drafter["vocab_map"], drafter["vocab_size"]) == (
+        vocab,
+        cfg.vocab.map,
+        cfg.vocab.size,
+    )
+    assert (cfg.settings_source.source, cfg.settings_source.published) == (source, published)
+
+
+def test_another_engine_has_no_vocabulary_of_the_tuned_settings():
+    assert composed(*MTP, "engine=vllm").vocab.name == "full"
+
+
+def test_a_head_is_that_of_vocab():
+    for trimmed in ("method.vocab_size=512", "method.vocab_map=specbench/tiny/weights/vocab_map"):
+        with pytest.raises(UserError, match=r"^method sps has a head of its own: "):
+            checks.check(composed("method=sps", trimmed))
+
+
+@pytest.mark.parametrize("name", ["tiny", "mine", "qwen3-8b"])
+def test_what_tables_call_a_pair_changes_no_setting(name):
+    cfg = composed("method=samd", "method.auxiliary=recycling", f"pair.name={name}")
+    checks.check(cfg)
+    assert (cfg.method.drafter.nodes, cfg.pair.name) == (16, name)
+    cfg = composed("method=eagle2", "pair=tiny_wide", f"pair.name={name}")
+    checks.check(cfg)
+    assert (cfg.settings_source.source, cfg.settings_source.pair) == ("tuned", "tiny")
+    checks.check(composed("method=pld", "engine=llama_cpp", f"pair.name={name}"))
+    own = ["pair=local", "pair.target=specbench/tiny/weights/target", f"pair.name={name}"]
+    cfg = composed("method=pld", *own)
+    checks.check(cfg)
+    assert cfg.settings_source.source == "published" and "pair_file" not in cfg
+
+
+def test_a_pair_may_leave_its_target_to_the_command(tmp_path, monkeypatch):
+    (tmp_path / "conf/pair").mkdir(parents=True)
+    (tmp_path / "conf/pair/mine.yaml").write_text("defaults: [_base, _self_]\nname: mine\n")
+    monkeypatch.chdir(tmp_path)
+    cfg = compose_arguments("bench", ["pair=mine", "method=pld", "pair.target=specbench/tiny/weights/target"])
+    assert checks.check(cfg).drafter["name"] == "pld"
 
 
 def test_the_summary_has_it():
