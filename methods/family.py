@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from methods.common.build import Step, run_all
+from methods.parts import arguments
 from methods.sps_tree.drafter import FILE as TREE
 from methods.states import RECORD as STATES
 from specbench.data.conversations import HELD_OUT_EVERY
@@ -91,13 +92,13 @@ TEXT = ("prompt_weight=0.2", "length=512", "precision=bf16")  # of every drafter
 def steps(build: Build, size: Size) -> list[list[Step]]:
     """All steps; those of one list do not need each other."""
     out, weights, answers = build.out, build.weights, build.out / "answers"
-    every = (f"pair.tokenizer={weights / 'tokenizer'}", f"data.path={out / 'questions.jsonl'}")
+    every = {"pair.tokenizer": weights / "tokenizer", "data.path": out / "questions.jsonl"}
     pairs = {
-        name: (f"pair={pair}", f"pair.target={weights / target}", *every)
+        name: arguments({"pair": pair, "pair.target": weights / target} | every)
         for name, pair, target in (("deep", "tiny", "target"), ("shallow", "tiny_shallow", "target_shallow"))
     }
     both = answers / "both.jsonl"
-    text = (*TEXT, f"conversations={both}", f"seed={SEED}")
+    text = (*TEXT, *arguments({"conversations": both, "seed": SEED}))
     states = {name: out / "states" / name for name in pairs}
     common = (
         *text,
@@ -112,9 +113,10 @@ def steps(build: Build, size: Size) -> list[list[Step]]:
 
     def answer(name: str, minutes: float) -> Step:
         path = answers / f"{name}.jsonl"
-        args = (f"count={size.conversations}", f"max_new_tokens={size.answer_tokens}", f"seed={SEED}")
+        numbers = {"count": size.conversations, "max_new_tokens": size.answer_tokens, "seed": SEED}
         done = path.with_suffix(".done")  # a file of answers is there from the first one on
-        return Step(f"answers, {name}", minutes, done, ("methods.answer", *pairs[name], *args, f"out={path}"))
+        args = arguments(numbers | {"out": path})
+        return Step(f"answers, {name}", minutes, done, ("methods.answer", *pairs[name], *args))
 
     def part(
         name: str,
@@ -123,36 +125,35 @@ def steps(build: Build, size: Size) -> list[list[Step]]:
         pair: str,
         *args: str,
         steps: int = size.steps,
-        judged: int | str = size.loss_tokens,
+        judged: int | None = size.loss_tokens,
     ) -> Step:
         folder = weights / name
-        args = (*args, f"loss_tokens={judged}", f"steps={steps}", f"states={states[pair]}", f"out={folder}")
-        return Step(name, minutes, folder / RECORD, (f"methods.{method}.train", *pairs[pair], *common, *args))
+        alike = {"loss_tokens": judged, "steps": steps, "states": states[pair], "out": folder}
+        words = (*pairs[pair], *common, *args, *arguments(alike))
+        return Step(name, minutes, folder / RECORD, (f"methods.{method}.train", *words))
 
     def keep(name: str, taps: str) -> Step:
-        args = (f"taps={taps}", f"out={states[name]}")
+        args = (f"taps={taps}", *arguments({"out": states[name]}))
         return Step(
             f"states, {name}", 5, states[name] / STATES, ("methods.states", *pairs[name], *text, *args)
         )
 
-    start, exit_layer = f"draft={out / 'checkpoints' / 'draft'}", f"exit_layer={size.exit_layer}"
+    (start,) = arguments({"draft": out / "checkpoints" / "draft"})
+    exit_layer = f"exit_layer={size.exit_layer}"
     taps = f"taps={size.taps[0].replace(',-1', '')}"
     second = size.steps - size.first_steps
     several = size.loss_tokens // 2  # of those that judge several guesses of each token
-    counted = (
-        *("source=raw_text", "tokens=null", "temperature=0"),
-        f"held_out_tokens={size.held_out}",
-        f"out={weights / 'vocab_map'}",
-    )
+    counted = {"conversations": both, "source": "raw_text", "tokens": None, "temperature": 0}
+    counted |= {"held_out_tokens": size.held_out, "out": weights / "vocab_map"}
 
     def tree(name: str, pair: str) -> Step:
         folder = weights / name
-        args = (f"pair.draft={weights / 'draft'}", f"tokens={size.ranked}", f"out={folder}")
+        args = arguments({"pair.draft": weights / "draft", "tokens": size.ranked, "out": folder})
         return Step(name, 3, folder / TREE, ("methods.sps_tree.train", *pairs[pair], *args))
 
-    calibrate = ("methods.vocab_trim.calibrate", *pairs["deep"], f"conversations={both}", *counted)
-    stored = (f"conversations={both}", f"tokens={size.stored}", f"out={weights / 'rest'}")
-    datastore = ("methods.rest.train", *pairs["deep"], *stored)
+    calibrate = ("methods.vocab_trim.calibrate", *pairs["deep"], *arguments(counted))
+    stored = {"conversations": both, "tokens": size.stored, "out": weights / "rest"}
+    datastore = ("methods.rest.train", *pairs["deep"], *arguments(stored))
     numbers = zip(("--per-task", "--others", "--max-new-tokens"), (*size.question_counts, size.answer_tokens))
     look = ("specbench.tiny.soundness", "--weights", f"{weights}", *(f"{name}={n}" for name, n in numbers))
     *chain, shallow, deep, draft = (model(stage) for stage in build.recipe.stages)
@@ -181,9 +182,9 @@ def steps(build: Build, size: Size) -> list[list[Step]]:
             part("streaming", 8, "mirror_sd", "deep", start, steps=second),
             part("draft", 4, "sps", "deep", start, steps=second),
             part("pard", 25, "pard", "deep", start, steps=second),
-            part("dflash", 25, "dflash", "deep", taps, *BLOCKS, judged="null"),
-            part("dspark", 35, "dflash", "deep", taps, *DSPARK, judged="null"),
-            part("dflash2", 35, "dflash", "deep", taps, *DFLASH2, judged="null"),
+            part("dflash", 25, "dflash", "deep", taps, *BLOCKS, judged=None),
+            part("dspark", 35, "dflash", "deep", taps, *DSPARK, judged=None),
+            part("dflash2", 35, "dflash", "deep", taps, *DFLASH2, judged=None),
             Step("datastore", 0.2, weights / "rest" / "datastore.json", datastore),
             Step("soundness", 20, weights / RESULT, look),
             Step("vocabulary map", 2, weights / "vocab_map" / "vocab_map.json", calibrate),

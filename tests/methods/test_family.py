@@ -67,6 +67,21 @@ def test_every_drafter_is_told_the_same(tmp_path):
     assert len(steps) == len(trained) and len(set(steps.values())) == 1
 
 
+def test_paths_are_quoted_where_hydra_needs_it(tmp_path):
+    out = tmp_path / "a, b (new)"
+    cfg = composed("train_sps", *trained_on_answers(out)["draft"][1:])
+    paths = (
+        cfg.conversations,
+        cfg.states,
+        cfg.draft,
+        cfg.pair.target,
+        cfg.pair.tokenizer,
+        cfg.data.path,
+        cfg.out,
+    )
+    assert all(Path(path).is_relative_to(out) for path in paths)
+
+
 def test_a_step_that_fails_ends_the_build_with_its_last_line(tmp_path, monkeypatch):
     done, failing = [], {"wrong"}
 
