@@ -269,13 +269,11 @@ class Job:
             if setup.served is not None:  # what its handshake has found again is no other fault
                 before, faults = facts_before["engine"]["faults"], setup.served.faults
                 faults[:] = [*before, *(fault for fault in faults if fault not in before)]
-        # Another engine may draft with a file of its own.
-        draft = None if setup.served is not None else setup.spec.needs.draft_of(self.cfg.pair)
         run_facts = facts(bench) | {
             "bandwidth_bytes_per_second": bandwidth,
             "speed": speed,
             "round_costs": chosen["round_costs"],
-            "draft": draft,
+            **models(setup.spec, self.cfg.pair, collected["weights"]),
             "questions": collected["questions"]["sha256"],
             "processor": provenance.processor(setup.pair.device),
         }
@@ -363,6 +361,28 @@ def facts(bench: Bench) -> dict:
         "trained_weights": bench.trained_weights,
         **changing_facts(bench),
     } | ({"generate_cache": generate.chosen} if isinstance(generate, FastestOf) else {})
+
+
+def models(spec: RunSpec, pair: DictConfig, weights: Mapping) -> dict[str, str | None]:
+    """What runs in place of the pair's models, for the facts.
+
+    Args:
+        spec: of the run.
+        pair: its configuration.
+        weights: of the provenance.
+
+    Returns:
+        `engine_target`, another engine's own file for the target; `draft`, the draft model, the pair's or such a file.
+        None: there is none, or somebody else runs the engine.
+    """
+    files = {
+        name: next((f"{file} ({digest[:8]})" for file, digest in one["files"].items()), None)
+        for name in ("target", "draft")
+        if (one := weights.get(f"engine.{name}"))
+    }
+    is_started_here = spec.engine is None or "install" in spec.engine
+    draft = spec.needs.draft_of(pair) if is_started_here else None
+    return {"engine_target": files.get("target"), "draft": files.get("draft", draft)}
 
 
 def kernels(target: StagedModel) -> str | None:

@@ -91,6 +91,9 @@ def _judge(first: Run, run: Run, metric: str, fail_below: float | None, allow: t
         hindrances += [
             f"{one.name}: {line}" for one in (first, run) if (line := remarks.no_speed(one.summary))
         ]
+    hindrances += [
+        f"{one.name} has no {metric}" for one in (first, run) if one.summary["overall"][metric] is None
+    ]
     overall = relative(first, run, metric).get("overall")
     ratio, count, unit = overall or (None, 0, "question")
     value, low, high = (ratio.value, ratio.low, ratio.high) if ratio else (None, None, None)

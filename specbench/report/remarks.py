@@ -380,7 +380,9 @@ def _verification(summary: dict) -> str:
 
 
 def dtype_label(summary: dict) -> str:
-    """The dtype of a run, and what its target's weights were made from where that is not their own form."""
+    """The dtype of a run, and what its target was made from; or the file that another engine decodes with."""
+    if (file := summary.get("engine_target")) is not None:
+        return file
     source = summary.get("weights_source")
     return f"{summary['dtype']} ({source})" if source else summary["dtype"]
 

@@ -74,6 +74,7 @@ DIFFERING = {
     "threads": "threads={}",
     "verification": "{} verification",
     "dtype": "{}",
+    "engine_target": "{}",
     "device": "{}",
     "processor": "{}",
     "protocol": "protocol {}",

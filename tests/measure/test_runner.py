@@ -8,12 +8,14 @@ import itertools
 import json
 import math
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
+from omegaconf import DictConfig
 
 from specbench.decoding import engine
-from specbench.decoding.drafter import Drafter
+from specbench.decoding.drafter import Drafter, Needs
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.layer_stack import LayerStack
 from specbench.decoding.model.staged_model import StagedModel
@@ -26,7 +28,7 @@ from specbench.measure.machine.watch import Watch
 from specbench.measure.metrics.engine import SURPRISE
 from specbench.measure.protocol import Protocol
 from specbench.measure.records import run_folder as store
-from specbench.measure.runner import kernels
+from specbench.measure.runner import kernels, models
 from specbench.system import threads
 from specbench.system.errors import JobError, UserError
 from specbench.system.files import read_json
@@ -67,6 +69,24 @@ def test_without_generate(workplace, tmp_path):
     )
     assert baseline["equivalence"]["answers"] == 0
     assert [sorted(t["arms"]) for r in records for t in r["turns"]] == [["baseline", "method"]]
+
+
+def test_another_engines_own_files_are_told_by_name_and_checksum():
+    """As is the pair's draft model, but where somebody else runs the engine."""
+    needs, pair = Needs(draft_model=True), DictConfig({"draft": "models/draft"})
+    ours, loads, served = (
+        SimpleNamespace(needs=needs, engine=engine) for engine in (None, {"install": {}}, {"plain_url": "x"})
+    )
+    for spec, draft in ((ours, "models/draft"), (loads, "models/draft"), (served, None)):
+        assert models(spec, pair, {}) == {"engine_target": None, "draft": draft}
+    files = {
+        f"engine.{name}": {"source": f"/m/{name}.gguf", "files": {f"{name}.gguf": digit * 64}}
+        for name, digit in (("target", "a"), ("draft", "b"))
+    }
+    assert models(loads, pair, files) == {
+        "engine_target": "target.gguf (aaaaaaaa)",
+        "draft": "draft.gguf (bbbbbbbb)",
+    }
 
 
 @needs_kernels

@@ -177,6 +177,23 @@ def test_draft_models_and_threads_are_told_apart():
     assert threads == ["sps, threads=1", "sps, threads=4"]
 
 
+def test_files_that_another_engine_decodes_with_are_told_apart():
+    """Its target stands in place of the dtype, which is that of the referee."""
+    float32 = run("sps", 1.3, 1.2, 1.4, engine=ENGINE, draft="models/draft")
+    small = float32 | {"draft": "small-Q4_1.gguf (aaaaaaaa)"}
+    by_draft = [alternative.label for alternative in one(a=float32, b=small).alternatives]
+    assert by_draft == [
+        "sps by llama_cpp, draft=models/draft",
+        "sps by llama_cpp, draft=small-Q4_1.gguf (aaaaaaaa)",
+    ]
+    quantised = float32 | {"engine_target": "big-Q4_1.gguf (bbbbbbbb)"}
+    first, second = decisions(runs_of(a=float32, b=quantised))
+    assert "float32" in first.setting and "float32" not in second.setting
+    assert "big-Q4_1.gguf (bbbbbbbb)" in second.setting
+    assert labels([float32, quantised])[1] == "sps by llama_cpp, big-Q4_1.gguf (bbbbbbbb)"
+    assert "big-Q4_1.gguf (bbbbbbbb), cpu" in remarks.title_text(quantised).plain
+
+
 def test_cores_of_a_methods_own_are_named():
     drafts_beside = run("mirror_sd", 1.5, 1.4, 1.6, threads=1, extra_cores=1)
     assert one(a=drafts_beside).sentence.startswith("Take mirror_sd (2 cores), 5 draft tokens at most,")

@@ -165,6 +165,19 @@ def test_what_needs_no_clock_is_the_same_on_a_slower_machine(pair, metric):
     assert (one.ratio, one.verdict, one.count) == (pytest.approx(1), "passed", 40)
 
 
+def test_a_metric_that_a_run_lacks_is_named(pair):
+    """Such as bytes of another engine: more questions would not help."""
+    first, second = pair(1.5)
+    for one in second.records:
+        for generation in one["turns"][0]["arms"]["method"]:
+            generation["steps"]["draft_bytes"] = [None] * len(generation["steps"]["draft_bytes"])
+    [judged] = gate.judge(
+        [first, replace(second, summary=changed(SUMMARY, overall__mbsu=None))], "mbsu", 0.97
+    )
+    assert judged.verdict == "incomparable" and judged.reasons == [f"{second.name} has no mbsu"]
+    assert "questions that both" not in str(judged)
+
+
 def test_what_the_machine_did_is_a_reason_to_doubt_a_time_and_no_failure(pair):
     first, second = pair(1.5)
     slow = replace(first, summary=measured(slowed(product=0.3), summary=first.summary))

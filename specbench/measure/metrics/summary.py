@@ -47,6 +47,7 @@ OF_FACTS = ("dtype", "device", "weights", "target_pass_bytes", "peak_memory_byte
 OF_NEWER_FACTS = (
     *("threads", "kernels", "compiled"),
     *("extra_cores", "slice_seconds", "anatomy", "weights_source", "round_costs", "draft", "processor"),
+    "engine_target",
     *("reference_answer", "any_length", "longest_path", "max_nodes"),
 )
 QUESTION_COLUMNS = {
