@@ -23,7 +23,7 @@ NUMBERS = (
 )
 # Rows that belong beside a method though they bear another name: Mirror-SD's draft model streams, its Vanilla-SD is
 # plain speculative decoding beside the SpS of the same table, and an abstract means both methods of its paper. Other
-# papers' measurements of EAGLE stand under its own name: how they ran it is theirs to say.
+# papers' measurements of a method bear its paper's name: how they ran it is theirs to say.
 ALIASES = {
     "mirror_ss": ("mirror_sd",),
     "eqspec": ("EQSPEC/EXSPEC",),
@@ -31,6 +31,10 @@ ALIASES = {
     "sps": ("Vanilla-SD",),
     "eagle": ("EAGLE",),
     "eagle2": ("EAGLE-2",),
+    "eagle3": ("EAGLE-3",),
+    "medusa": ("Medusa-1", "Medusa"),
+    "hydra_heads": ("Hydra",),
+    "recycling": ("Recycling",),
 }
 
 # How a node of the file is built, and not a field; texts that add up from the outermost node to the cell.

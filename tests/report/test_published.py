@@ -1,3 +1,5 @@
+import re
+
 import pandas as pd
 import pytest
 from yaml.constructor import ConstructorError
@@ -186,6 +188,12 @@ def test_a_method_is_published_under_our_name():
     assert ours <= names & OUR_METHODS
     assert module.ALIASES.keys() <= OUR_METHODS
     assert {name for others in module.ALIASES.values() for name in others} <= names
+    plain = {re.sub(r"\W|_", "", name.lower()): name for name in OUR_METHODS}
+    for name in names - OUR_METHODS:  # a method of ours by another spelling
+        if (same := plain.get(re.sub(r"\W|_", "", name.lower()))) is not None:
+            assert name in module.ALIASES[same]
+    assert {"Medusa", "Medusa-1"} <= {row.method for row in beside(["medusa"])}
+    assert {row.method for row in beside(["hydra_heads"])} == {"hydra_heads", "Hydra"}
     with pytest.raises(UserError, match="kangoroo.*kangaroo"):
         published("kangoroo")
 
