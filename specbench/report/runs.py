@@ -381,7 +381,10 @@ def labels(summaries: Iterable[Mapping], without: Collection[str] = ()) -> list[
 
 
 def _settings_words(summaries: Sequence[Mapping]) -> list[list[str]]:
-    """What tells the settings of a method's runs apart: "published" and "tuned" where these do, else those varied."""
+    """What tells the settings of a method's runs apart: "published" and "tuned" where these do, else those varied.
+
+    A method with tuned settings alone is "tuned" where another one has published ones.
+    """
     every = [as_text(varied) for varied in varied_settings(summaries)]
     sources = [summary.get("settings_source") for summary in summaries]
     by_source: dict[str, dict[str | None, set[tuple[str, ...]]]] = {}
@@ -392,8 +395,11 @@ def _settings_words(summaries: Sequence[Mapping]) -> list[list[str]]:
         for method, of_source in by_source.items()
         if of_source.keys() == {PUBLISHED, TUNED} and all(len(words) == 1 for words in of_source.values())
     }
+    tuned = [TUNED] if PUBLISHED in sources else []
     return [
-        [str(source)] if words and method_label(summary) in are_apart else words
+        [str(source)]
+        if words and method_label(summary) in are_apart
+        else words + (tuned if by_source[method_label(summary)].keys() == {TUNED} else [])
         for summary, source, words in zip(summaries, sources, every)
     ]
 

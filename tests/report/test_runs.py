@@ -333,6 +333,10 @@ def test_labels_say_published_and_tuned_where_that_tells_all_runs_of_a_method_ap
     again = changed(tuned, settings__exit_layer=5)
     assert labels([published, tuned, again]) == [f"kangaroo, exit_layer={layer}" for layer in (2, 3, 5)]
     assert labels([published, published | {"settings_source": "tuned"}])[1] == "kangaroo", "the same settings"
+    pld = faster(1.5, method="pld", settings_source="published")
+    assert labels([pld, tuned]) == ["pld", "kangaroo, tuned"], "the only row of its method"
+    assert labels([pld, tuned, again])[1:] == [f"kangaroo, exit_layer={layer}, tuned" for layer in (3, 5)]
+    assert labels([tuned, pld | {"settings_source": "tuned"}]) == ["kangaroo", "pld"]
 
 
 def test_labels_name_what_runs_differ_in():
