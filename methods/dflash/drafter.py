@@ -151,6 +151,8 @@ class DDTree(BlockDrafter):
     ):
         super().__init__(pair, weights, max_draft_tokens, vocab_map, vocab_size)
         self.max_nodes = min(nodes, self.head.rows)
+        # A path has no more nodes than the tree; the block stays a whole one.
+        self.max_draft_tokens = min(self.max_draft_tokens, self.max_nodes)
 
     def open(self, slots: Slots, target: StagedModel) -> None:
         """Allocates the layers' cache, and notes which paths are looked at."""

@@ -105,9 +105,10 @@ class DynamicEagle(EagleDrafter):
         vocab_size: int | None = None,
     ):
         super().__init__(pair, model, vocab_map, vocab_size)
-        self.width, self.max_draft_tokens = min(width, self.head.rows), max_draft_tokens
-        self.max_nodes = min(nodes, most_nodes(self.width, max_draft_tokens))
-        self.expanded = self.width * (max_draft_tokens - 1)
+        # A path has no more nodes than the tree: deeper levels would be passes for nothing.
+        self.width, self.max_draft_tokens = min(width, self.head.rows), min(max_draft_tokens, nodes)
+        self.max_nodes = min(nodes, most_nodes(self.width, self.max_draft_tokens))
+        self.expanded = self.width * (self.max_draft_tokens - 1)
 
     def draft(self, batch: Batch) -> Draft:
         """Lets the tree grow level by level, and keeps its likeliest nodes."""

@@ -151,6 +151,19 @@ def test_a_certain_path_and_what_is_no_number_make_a_tree():
     assert tree_of_marginals(broken, children, 4, 4)[1].parents.shape == (1, 4)
 
 
+def test_a_tree_is_no_deeper_than_it_has_nodes_and_its_block_is_a_whole_one(tmp_path):
+    pair, folder = random_pair("llama"), saved("llama", DDTree, tmp_path)
+    guessed = {}
+    for nodes in (2, 32):
+        drafter, places = DDTree(pair, folder, nodes=nodes), []
+        states = drafter._states
+        drafter._states = lambda batch, k, s=states, p=places: p.append(s(batch, k)) or p[-1]
+        Engine(StagedModel(pair.target), drafter, frozenset()).answer(PROMPT, SamplingParams(20))
+        guessed[nodes] = places[0]
+    assert guessed[2].shape[1] == 2 < guessed[32].shape[1]
+    assert torch.equal(guessed[2], guessed[32][:, :2])
+
+
 def test_all_places_of_a_block_see_each_other():
     block = all_see_all(4, torch.device("cpu"))
     assert block.visible.all() and block.visible.shape == (1, 4, 4)

@@ -187,6 +187,7 @@ def test_dimensions_of_dynamic_trees(folder, nodes, width, levels, expected):
     steps = assert_lossless("llama", drafter, third=1)
     assert max(s.drafted for s in steps) == expected
     assert all(s.depth <= min(levels, s.drafted) for s in steps)
+    assert max(s.draft_bytes for s in steps) == min(levels, nodes) * drafter._bytes, "a pass for each level"
 
 
 def test_a_tree_ends_where_the_answer_must(folder):
