@@ -120,10 +120,8 @@ class SAMDecoding(WrappedDrafter):
 
     def draft(self, batch: Batch) -> Draft:
         """What followed the longest match; where that is short, what the auxiliary drafter drafts."""
-        copied = [
-            self._copied(text, min(limit, self.longest, batch.max_nodes))
-            for text, limit in zip(self._texts, batch.limits)
-        ]
+        most = min(self.longest, batch.max_nodes)
+        copied = [self._copied(text, most, limit) for text, limit in zip(self._texts, batch.limits)]
         self._copies = [bool(tree.tokens) for tree in copied]
         parents = [tree.parents for tree in copied] if self.corpus is not None else None
         draft = Draft.of([tree.tokens for tree in copied], batch.tokens.device, parents)
@@ -148,18 +146,18 @@ class SAMDecoding(WrappedDrafter):
         counts = [0 if copies else count for copies, count in zip(self._copies, verified.counts)]
         super().commit(batch, replace(verified, counts=counts))
 
-    def _copied(self, text: SuffixAutomaton, limit: int) -> Counted:
-        """What is copied, at most `limit` tokens; none where the match is too short."""
+    def _copied(self, text: SuffixAutomaton, nodes: int, depth: int) -> Counted:
+        """What is copied, at most so many tokens in paths that are no longer; none where the match is too short."""
         length, end = text.earlier_match()
         if self.corpus is not None:
             least = max(length + 1, self.threshold) + self.bias
             interval = self.corpus.longest(text.tokens, self.max_match, least)
             if interval is not None:
-                nodes = min(limit, self._size(interval.length))
-                return tree_after(self.corpus, interval, nodes, min(limit, self.levels))
+                nodes = min(nodes, self._size(interval.length))
+                return tree_after(self.corpus, interval, nodes, min(depth, self.levels))
         if length < self.threshold:
             return Counted()
-        tokens = repeated(text.tokens, end, min(limit, self._size(length)))
+        tokens = repeated(text.tokens, end, min(nodes, depth, self._size(length)))
         return Counted(tokens, list(range(-1, len(tokens) - 1)))
 
     def _size(self, match: int) -> int:

@@ -123,6 +123,8 @@ def test_samd_takes_the_longer_match(tmp_path):
     drafter = SAMDecoding(pair, max_draft_tokens=4, growth=1, corpus=str(folder))
     assert fed(drafter, [2, 3, 4]) == ([50], [-1])  # three tokens; after it the row ends
     assert fed(drafter, [8, 3, 4]) == ([50, 51, 52], [-1, -1, 1]), "two of three occurrences"
+    assert fed(drafter, [8, 3, 4], limit=1) == ([50, 51], [-1, -1]), "a limit is one of depth, not of nodes"
+    assert fed(drafter, [8, 3, 4], nodes=1) == ([50], [-1])
     text = [2, 3, 4, 60, 61, 62, 2, 3, 4]
     assert fed(drafter, text) == ([60, 61, 62, 2], [-1, 0, 1, 2]), "of equal matches that in the text"
     assert fed(drafter, [1, 2, 3, 4, 60, 61, 2, 3, 4])[0] == [60, 61, 2, 3]
