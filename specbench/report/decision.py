@@ -384,8 +384,8 @@ def _size_in_words(summary: dict) -> str:
     if (tree := tree_size(summary)) is None:
         drafts = draft_length(summary)
         return "" if drafts is None else f", {drafts} draft tokens at most,"
-    known = [f"{n} {name}" for n, name in zip(tree, ("nodes", "levels")) if n is not None]
-    return f", a tree of {' and '.join(known)} at most," if known else ""
+    parts = [f"{n} {name}" for n, name in zip(tree, ("nodes", "levels")) if n is not None]
+    return f", a tree of {' and '.join(parts)} at most," if parts else ""
 
 
 def beside_length(summary: dict) -> dict:

@@ -314,8 +314,10 @@ def beside_engines(summaries: Iterable[dict]) -> list[dict]:
 
 def _question(summary: Mapping) -> tuple:
     """What is the same for engines that are set side by side."""
-    asked = (summary.get(key) for key in ("split", "turns", "questions_sha256"))
-    return *(summary[key] for key in ("method", "pair", "data", "temperature")), *asked
+    return tuple(
+        summary.get(key)
+        for key in ("method", "pair", "data", "split", "turns", "questions_sha256", "temperature")
+    )
 
 
 def as_text(settings: Mapping) -> list[str]:
