@@ -8,6 +8,7 @@ import shlex
 import sys
 
 import pytest
+import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
@@ -28,6 +29,7 @@ from tests.support.samples import ENGINE, SUMMARY, changed, write_run
 optuna = pytest.importorskip("optuna")
 
 SEARCHES = sorted((CONF / "search").glob("*.yaml"))
+TUNED = sorted((CONF / "tuned").glob("*/*.yaml"))
 
 
 @pytest.mark.one_in(5)
@@ -44,6 +46,25 @@ def test_every_search_varies_what_its_method_has(path):
                 for key, among in space.items()
             }
             checks.check_method(compose("bench", [f"method={path.stem}", *tune.as_overrides(ends)]))
+
+
+@pytest.mark.parametrize("path", TUNED, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_a_search_can_find_what_was_tuned(path):
+    space = dict(tune.searched(composed("tune", f"method={path.stem}").search))
+    for key, value in yaml.safe_load(path.read_text(encoding="utf-8")).items():
+        if (bounds := space.get(f"method.{key}")) is not None:
+            assert value in bounds if isinstance(bounds, list) else bounds["low"] <= value <= bounds["high"]
+
+
+def test_what_was_tuned_on_a_real_pair_is_searched_again_on_its_questions():
+    for path in (path for path in TUNED if path.parent.name == "smollm2-135m"):
+        (command,) = re.findall(r"`make tune (.*)`", path.read_text(encoding="utf-8"))
+        method, pair, arguments = shlex.split(command)
+        assert (method, pair) == (f"METHOD={path.stem}", f"PAIR={path.parent.name}")
+        named = [f"method={path.stem}", f"pair={path.parent.name}", *arguments.removeprefix("ARGS=").split()]
+        cfg = composed("tune", *named)
+        assert (cfg.data.name, cfg.data.limit) == ("spec_bench", 1)
+        assert cfg.vocab.name == composed("bench", *named[:2]).vocab.name
 
 
 def test_bounds():
