@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -228,6 +229,21 @@ def test_the_draft_vocabulary_is_what_the_assistant_says_most():
     ]
     assert frequent_ids(some, 2, 20).tolist() == [2, 9]
     assert frequent_ids(some, 4, 20).tolist() == [0, 1, 2, 9]  # unseen ids fill up
+
+
+def test_the_head_of_a_target_that_is_spread_over_devices_is_indexed_where_it_lies():
+    target, indexed = StagedModel(random_pair("llama").target), []
+
+    class Elsewhere:
+        device = torch.device("meta")
+
+        def __getitem__(self, ids: torch.Tensor) -> torch.Tensor:
+            indexed.append(ids.device)
+            return torch.ones(len(ids), target.hidden_size)
+
+    target.lm_head = SimpleNamespace(weight=Elsewhere())
+    assert fresh_model(target, torch.arange(5)).lm_head.weight.eq(1).all()
+    assert indexed == [Elsewhere.device]
 
 
 def test_a_fresh_model_begins_with_the_target():
