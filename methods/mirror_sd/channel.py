@@ -169,6 +169,12 @@ class ProcessChannel:
         """The last prompt, [n]."""
         return self._prompt[:n].clone()
 
+    def put_prefilled(self) -> None:
+        """Notes that the prompt is prefilled; there is nothing to note where nothing is queued."""
+
+    def wait_prefilled(self) -> None:
+        """Waits for that."""
+
     def put_states(self, states: torch.Tensor) -> None:
         """Hands exit states [n, d] to the draft's side."""
         self._states[: states.shape[0]] = states
@@ -223,6 +229,7 @@ class ThreadChannel:
         self.device = device
         self._copying: dict[torch.device, torch.cuda.Stream] = {}
         self._prompt: Marked
+        self._prefilled: torch.cuda.Event | None
         self._states: Marked
         self._tokens: Marked
         self._probs: Marked | None
@@ -236,6 +243,21 @@ class ThreadChannel:
     def prompt(self, n: int) -> torch.Tensor:
         """The last prompt, [n]."""
         return _taken(self._prompt, self.device, self._copying)
+
+    def put_prefilled(self) -> None:
+        """Notes that the prompt is prefilled once what is queued by now is done."""
+        cuda = self.device.type == "cuda"
+        self._prefilled = torch.cuda.current_stream(self.device).record_event() if cuda else None
+
+    def wait_prefilled(self) -> None:
+        """Lets the target's stream wait for that, or the target's side where that has none."""
+        device = self._prompt[0].device
+        if self._prefilled is None:
+            return
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).wait_event(self._prefilled)
+        else:
+            self._prefilled.synchronize()
 
     def put_states(self, states: torch.Tensor) -> None:
         """Hands exit states [n, d] to the draft's side."""

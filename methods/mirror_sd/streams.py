@@ -44,7 +44,7 @@ def load_streams(
     path = packaged(folder) / FILE
     if not path.is_file():
         raise UserError(
-            f"there is no {FILE} in '{folder}': train it with `python -m methods.mirror_sd.train pair=...`"
+            f"there is no {FILE} in '{folder}': train it with `specbench train mirror_sd pair=...`"
         )
     try:
         streams = load_file(path)[NAME]

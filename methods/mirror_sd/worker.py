@@ -21,6 +21,7 @@ import torch
 from torch import multiprocessing
 
 from methods.mirror_sd.channel import Message, ProcessChannel, ThreadChannel, elapsed
+from specbench.decoding.model.graphs import CAPTURING, captures
 from specbench.decoding.trace import Clock
 from specbench.system.errors import JobError, one_line
 from specbench.system.processes import end_with_parent
@@ -146,11 +147,12 @@ class Remote:
         self._answer(Response.READY, max(timeout, STARTING))
 
     def begin(self, prompt: torch.Tensor, room: int, temperature: float, seed: int) -> None:
-        """Starts a sequence, and waits until its prompt is prefilled."""
+        """Starts a sequence, and waits until its prompt is prefilled; on CUDA the target's stream does."""
         self._active = True
         self.channel.put_prompt(prompt)
         self.channel.requests.put(Command.BEGIN, prompt.shape[0], room, seed, seconds=(temperature,))
         self._answer(Response.READY, self.timeout)  # a prefill is a prefill, on both sides
+        self.channel.wait_prefilled()
 
     def launch(self, k: int, depth: int, states: torch.Tensor) -> None:
         """Asks for drafts after every likely decision."""
@@ -197,10 +199,11 @@ class Remote:
         """The next reply of type `kind`; earlier ones of another are discarded.
 
         Raises:
-            JobError: the draft's side failed, is gone, or has not answered for `timeout` seconds.
+            JobError: the draft's side failed, is gone, or has not answered for `timeout` seconds in which it captured
+                nothing.
         """
         try:
-            while (message := self.channel.replies.take(self.handle.is_alive, timeout)).kind != kind:
+            while (message := self._reply(timeout)).kind != kind:
                 if message.kind == Response.FAILED:
                     raise JobError(f"the draft worker failed: {self.channel.reason()}")
             return message
@@ -214,6 +217,19 @@ class Remote:
                     f"the draft worker has not answered for {timeout:g} seconds (method.worker_timeout)"
                 ) from None
             raise
+
+    def _reply(self, timeout: float) -> Message:
+        """The next reply; raises EOFError or TimeoutError.
+
+        A thread may take as long as it needs to capture passes: compiled first, each shape takes minutes.
+        """
+        while True:
+            before = captures()
+            try:
+                return self.channel.replies.take(self.handle.is_alive, timeout)
+            except TimeoutError:
+                if captures() == before and not CAPTURING.locked():
+                    raise
 
     def _how(self) -> str:
         code = getattr(self.handle, "exitcode", None)
@@ -350,6 +366,7 @@ def serve(channel: ThreadChannel | ProcessChannel, brancher: Brancher, alive: Ca
                     active = True
                     idle = ipc = before_exit = behind_exit = 0.0
                     brancher.begin(channel.prompt(n), room, message.seconds[0], seed)
+                    channel.put_prefilled()
                     channel.replies.put(Response.READY)
                 case Command.LAUNCH:
                     k, depth, *_ = message.numbers

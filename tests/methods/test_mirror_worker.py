@@ -8,22 +8,25 @@ import random
 import signal
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from methods.mirror_sd import channel as channels
 from methods.mirror_sd import worker
 from methods.mirror_sd.brancher import Brancher
-from methods.mirror_sd.channel import MessageQueue, ProcessChannel, elapsed
+from methods.mirror_sd.channel import MessageQueue, ProcessChannel, ThreadChannel, elapsed
 from methods.sps import SpeculativeSampling
 from specbench.decoding.engine import Engine
+from specbench.decoding.model.graphs import CAPTURING
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.trace import Clock
 from specbench.system.errors import JobError
 from tests.support.decoding import random_pair
+from tests.support.graphs import PretendedRunner, pretend
 from tests.support.methods import drafts
 from tests.support.mirror import PROMPT, mirror, plain_drafts, steps, tokens_of
 
@@ -91,6 +94,69 @@ def test_the_drafts_stream_has_a_high_priority(monkeypatch):
     )
     worker.Thread(SimpleNamespace(device=device), 5.0)
     assert made == [(device, -1)] and entered == [("own", "draft")]
+
+
+@pytest.mark.parametrize(("target", "waits"), [("cuda", "stream"), ("cpu", "host")])
+def test_the_target_waits_for_the_drafts_prefill(monkeypatch, target, waits):
+    """On CUDA it is only queued when the draft's thread answers: the rest of it would fall into the first round."""
+    log: list[tuple[str, str]] = []
+
+    def note(what: str) -> None:
+        log.append((threading.current_thread().name, what))
+
+    event = SimpleNamespace(record=lambda stream: None, synchronize=lambda: note("host"))
+    stream = SimpleNamespace(
+        record_event=lambda: note("event") or event,
+        wait_event=lambda of: note("stream") if of is event and log else None,  # before: for the prompt
+    )
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(worker, "Clock", lambda device: None)
+    device = SimpleNamespace(type="cuda")
+    prompt = SimpleNamespace(
+        device=device if target == "cuda" else SimpleNamespace(type="cpu"),
+        shape=(3,),
+        record_stream=lambda stream: None,
+        to=lambda device: prompt,
+    )
+    brancher = SimpleNamespace(device=device, begin=lambda *given: note("prefill"))
+    channel = ThreadChannel(device)
+    handle = threading.Thread(target=worker.serve, args=(channel, brancher, lambda: True), name="draft")
+    handle.start()
+    remote = worker.Remote(channel, handle, 5.0)
+    remote.begin(prompt, 9, 0.0, 0)
+    remote.close()
+    assert log == [("draft", "prefill"), ("draft", "event"), ("MainThread", waits)]
+
+
+class Slow(PretendedRunner):
+    """Takes longer to capture its first pass than a worker may for an answer, as one that is compiled does."""
+
+    def capture(self, function, inputs):
+        with CAPTURING:
+            time.sleep(0 if self.captures else 1.5)
+        return super().capture(function, inputs)
+
+
+def test_a_thread_may_capture_for_longer_than_it_may_take_to_answer(monkeypatch):
+    pair = random_pair("llama")
+    target = StagedModel(pair.target)
+    pretend(monkeypatch, make=Slow)
+    monkeypatch.setattr(channels, "POLL_SECONDS", 0.02)
+    with closing(mirror(pair, "thread", kappa=2, worker_timeout=1.0)) as drafter:
+        answer = Engine(target, drafter, frozenset()).answer(PROMPT, SamplingParams(4))
+    assert len(answer.tokens) == 4
+
+
+def test_a_thread_that_hangs_is_found(monkeypatch):
+    pair = random_pair("llama")
+    monkeypatch.setattr(channels, "POLL_SECONDS", 0.02)
+    hangs = threading.Event()
+    monkeypatch.setattr(Brancher, "settle", lambda *given: hangs.wait(60))
+    drafter = mirror(pair, "thread", kappa=2, worker_timeout=0.1)
+    with pytest.raises(JobError, match="not answered for 0.1 seconds"):
+        steps(pair, drafter)
+    hangs.set()
 
 
 def test_the_last_message_of_a_sender_that_died_is_taken():
