@@ -246,9 +246,8 @@ def check_method(cfg: DictConfig) -> RunSpec:
     by_hand = required and all(inner.get(key) is not None for key in required)
     if needs.part is not None and cfg.pair.parts.get(needs.part) is None and not by_hand:
         add = "" if needs.part in cfg.pair.parts else "++"
-        words = (
-            f"python -m {inner['_target_'].rpartition('.')[0]}.train pair={cfg.pair.name} {needs.training}"
-        )
+        trainer = trainer_of(inner["_target_"].rpartition(".")[0])
+        words = f"{trainer} pair={cfg.pair_file.name} {needs.training}"
         raise LackingError(
             f"pair {cfg.pair.name} has no part '{needs.part}', which {what} {name} needs: "
             f"train it with `{words.strip()}`, then name it with {add}pair.parts.{needs.part}=FOLDER"
@@ -262,6 +261,12 @@ def check_method(cfg: DictConfig) -> RunSpec:
         raise UserError(f"{what} {name} cannot sample: set decoding=greedy")
     check_verification(cfg.decoding, f"{what} {name}", (group, inner))
     return spec
+
+
+def trainer_of(module: str) -> str:
+    """The command that trains a method's part: where `methods` lies in the package, `python -m` finds none of it."""
+    package, _, name = module.partition(".")
+    return f"specbench train {name}" if package == "methods" else f"python -m {module}.train"
 
 
 def check_verification(decoding: DictConfig, drafter: str, groups: Iterable[Mapping]) -> None:
@@ -304,7 +309,7 @@ def check_draft_length(cfg: DictConfig, needs: Needs, drafter: str, drafts: bool
 
 
 def check_engine(cfg: DictConfig, spec: RunSpec) -> None:
-    """Raises UserError where another engine cannot decode what is asked for."""
+    """Raises UserError where another engine cannot decode what is asked for, or a setting of it has another type."""
     if spec.engine is None:
         return
     name, drafts = spec.engine["name"], spec.engine["speculative"]
@@ -313,15 +318,20 @@ def check_engine(cfg: DictConfig, spec: RunSpec) -> None:
         cls = pkgutil.resolve_name(target)
     except (ImportError, AttributeError, ValueError) as error:
         raise UserError(f"engine._target_={target} cannot be imported: {one_line(error)}") from error
-    takes = set(inspect.signature(cls).parameters) - BY_THE_RUN
-    for key in values.parameters(spec.engine):
+    signature = inspect.signature(cls, eval_str=True).parameters
+    takes = {key: one.annotation for key, one in signature.items() if key not in BY_THE_RUN}
+    for key, value in values.parameters(spec.engine).items():
         if key not in takes:
             raise UserError(f"engine {name} has no parameter '{key}': {suggest(key, takes)}")
-    if drafts is not None and spec.drafter["name"] not in drafts:
-        raise UserError(
-            f"engine {name} does not draft as {spec.drafter['name']}: {suggest(spec.drafter['name'], drafts)}; "
-            f"or say how it does with +engine.speculative.{spec.drafter['name']}={{...}}"
-        )
+        values.check(f"engine.{key}", value, takes[key])
+    if drafts is not None:
+        method = spec.drafter["name"]
+        if method not in drafts:
+            raise UserError(
+                f"engine {name} does not draft as {method}: {suggest(method, drafts)}; or say how it does with "
+                f"+engine.speculative.{method}={{...}}"
+            )
+        values.check(f"engine.speculative.{method}", drafts[method], dict)
     decoding = cfg.decoding
     ours = {
         "vocab=trim": cfg.vocab.name != "full",
@@ -442,8 +452,8 @@ def check_vocab(cfg: DictConfig, what: str, group: Mapping, takes: dict) -> None
     method_vocab = group.get("vocab_map"), group.get("vocab_size")
     if method_vocab[0] is None and not is_full:
         raise UserError(
-            f"pair {cfg.pair.name} has no vocabulary map: make one with `python -m methods.vocab_trim.calibrate "
-            f"pair={cfg.pair.name}`, then name it with vocab.map=FOLDER"
+            f"pair {cfg.pair.name} has no vocabulary map: make one with `specbench calibrate "
+            f"pair={cfg.pair_file.name}`, then name it with vocab.map=FOLDER"
         )
     if method_vocab != (cfg.vocab.map, cfg.vocab.size):
         raise UserError(

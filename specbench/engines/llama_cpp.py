@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from specbench.engines.environments import program
 from specbench.engines.served import PLAIN, SPECULATIVE, ServedEngine
 from specbench.engines.server import STANDALONE, scripted, shared_cores
 from specbench.models.export import as_gguf
+from specbench.models.pairs import Pair
 from specbench.system.paths import existing_file
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from specbench.models.pairs import Pair
+from specbench.system.settings import Positive
 
 SCRIPT = STANDALONE / "serve_llama_cpp.py"
 
@@ -44,7 +41,7 @@ class LlamaCpp(ServedEngine):
     def __init__(
         self,
         pair: Pair,
-        drafter: Mapping[str, Any],
+        drafter: dict[str, Any],
         threads: int,
         plain: dict,
         speculative: dict,
@@ -52,8 +49,8 @@ class LlamaCpp(ServedEngine):
         python: str | None = None,
         target: str | None = None,
         draft: str | None = None,
-        start_seconds: float = 120.0,
-        answer_seconds: float = 120.0,
+        start_seconds: Positive = 120.0,
+        answer_seconds: Positive = 120.0,
         batch_size: int = 1,
     ):
         name = "llama_cpp"
@@ -78,7 +75,11 @@ class LlamaCpp(ServedEngine):
             of_draft = as_gguf(pair.draft, pair.exported_tokenizer, f"{pair.name}-draft")
         if of_draft is not None:
             threads_of_it = {"cpuparams": {"n_threads": threads}, "cpuparams_batch": {"n_threads": threads}}
-            drafts["draft"] = {"mparams": {"path": str(of_draft)}, **threads_of_it, **drafts.get("draft", {})}
+            drafts["draft"] = {
+                "mparams": {"path": str(of_draft)},
+                **threads_of_it,
+                **(drafts.get("draft") or {}),
+            }
         cores = shared_cores(threads)
 
         servers = {

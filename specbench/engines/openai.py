@@ -9,12 +9,12 @@ from urllib.parse import urlsplit
 from specbench.engines.dialects import DIALECTS, openai
 from specbench.engines.served import PLAIN, SPECULATIVE, ServedEngine
 from specbench.engines.server import Server
+from specbench.models.pairs import Pair
 from specbench.system.errors import UserError, suggest
+from specbench.system.settings import Positive
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from specbench.models.pairs import Pair
 
 
 def _is_url(value: object) -> bool:
@@ -34,7 +34,7 @@ class OpenAI(ServedEngine):
         pair: whose target they serve.
         drafter: configuration of what the speculative one drafts as.
         threads: unused; whoever started the servers chose theirs.
-        plain_url: of the plain server.
+        plain_url: of the plain server; None: `check` refuses it.
         speculative_url: of the speculative one.
         speculative: by method, what is known of how it drafts; for tables alone.
         dialect: how they are asked: openai (vLLM), or llama_cpp.
@@ -48,24 +48,24 @@ class OpenAI(ServedEngine):
     def __init__(
         self,
         pair: Pair,
-        drafter: Mapping[str, Any],
+        drafter: dict[str, Any],
         threads: int,
-        plain_url: str,
-        speculative_url: str,
+        plain_url: str | None,
+        speculative_url: str | None,
         speculative: dict | None,
         dialect: str = "openai",
         model: str | None = None,
-        version: str = "unknown",
-        start_seconds: float = 10.0,
-        answer_seconds: float = 120.0,
+        version: str | float = "unknown",
+        start_seconds: Positive = 10.0,
+        answer_seconds: Positive = 120.0,
         batch_size: int = 1,
     ):
         urls = {PLAIN: plain_url, SPECULATIVE: speculative_url}
-        servers = {name: Server(name, url, seconds=start_seconds) for name, url in urls.items()}
+        servers = {name: Server(name, url or "", seconds=start_seconds) for name, url in urls.items()}
         super().__init__(pair, servers, dialect, answer_seconds, batch_size)
         if model is not None and dialect == "openai":
             self.dialect = partial(openai, model=model)
-        self.version = version
+        self.version = str(version)
 
     @classmethod
     def check(cls, settings: Mapping[str, Any], drafter: Mapping[str, Any], batch_size: int) -> None:

@@ -10,16 +10,16 @@ from specbench.engines.environments import program
 from specbench.engines.served import PLAIN, SPECULATIVE, ServedEngine
 from specbench.engines.server import STANDALONE, scripted, shared_cores
 from specbench.models.export import as_gguf
+from specbench.models.pairs import Pair
 from specbench.system.errors import UserError
 from specbench.system.paths import existing_file
+from specbench.system.settings import Positive, check
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
     from transformers import PreTrainedModel
-
-    from specbench.models.pairs import Pair
 
 SCRIPT = STANDALONE / "serve_openvino.py"
 PRECISIONS = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
@@ -55,15 +55,15 @@ class OpenVINO(ServedEngine):
     def __init__(
         self,
         pair: Pair,
-        drafter: Mapping[str, Any],
+        drafter: dict[str, Any],
         threads: int,
         plain: dict,
         speculative: dict,
         install: dict,
         python: str | None = None,
         target: str | None = None,
-        start_seconds: float = 120.0,
-        answer_seconds: float = 120.0,
+        start_seconds: Positive = 120.0,
+        answer_seconds: Positive = 120.0,
         batch_size: int = 1,
     ):
         properties = dict(plain)
@@ -103,7 +103,9 @@ class OpenVINO(ServedEngine):
         super().check(settings, drafter, batch_size)
         if batch_size > 1:
             raise UserError("engine openvino is asked for one answer at a time: leave batch_size out")
-        if settings["plain"].get("scheduler", {}).get(CACHING, True):
+        scheduler = settings["plain"].get("scheduler", {})
+        check("engine.plain.scheduler", scheduler, dict)
+        if scheduler.get(CACHING, True):
             raise UserError(
                 f"a scheduler that keeps prompts makes second answers faster: engine.plain.scheduler.{CACHING}=false"
             )

@@ -19,16 +19,14 @@ from specbench.engines.server import HOST, Server, shared_cores
 from specbench.engines.vllm_proposer import DRAFTER
 from specbench.models.export import as_folder, as_part
 from specbench.models.names import local_folder
-from specbench.models.pairs import fetch_with_weights
+from specbench.models.pairs import Pair, fetch_with_weights
 from specbench.system.errors import UserError
 from specbench.system.files import make_folder, read_json
 from specbench.system.paths import cache_folder
-from specbench.system.settings import LEARNS
+from specbench.system.settings import LEARNS, Positive
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from specbench.models.pairs import Pair
 
 # What its processes are told: no network, no reports of use; where the user says nothing, one GiB of keys and values.
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
@@ -65,14 +63,14 @@ class Vllm(ServedEngine):
     def __init__(
         self,
         pair: Pair,
-        drafter: Mapping[str, Any],
+        drafter: dict[str, Any],
         threads: int,
         plain: dict,
         speculative: dict,
         install: dict,
         python: str | None = None,
-        start_seconds: float = 600.0,
-        answer_seconds: float = 120.0,
+        start_seconds: Positive = 600.0,
+        answer_seconds: Positive = 120.0,
         batch_size: int = 1,
     ):
         interpreter, self.version = program("vllm", install, python, self.module)

@@ -86,6 +86,37 @@ def test_what_it_reads_and_what_nobody_changed_is_taken(words):
     checked(*words)
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["engine=llama_cpp", "engine.plain=null"], "engine.plain must be a dictionary, not null"),
+        (
+            ["engine=vllm", "engine.start_seconds=2m"],
+            "engine.start_seconds must be a number above 0, not '2m'",
+        ),
+        (
+            ["engine=llama_cpp", "engine.speculative=null"],
+            "engine.speculative must be a dictionary, not null",
+        ),
+        (["engine=vllm", "engine.speculative=null"], "engine.speculative must be a dictionary, not null"),
+        (
+            ["engine=vllm", "engine.speculative.sps=null"],
+            "engine.speculative.sps must be a dictionary, not null",
+        ),
+        (["engine=openai", "engine.plain_url=8000"], "engine.plain_url must be text or null, not 8000"),
+        (["engine=openvino", "+engine.threads=2"], "engine openvino has no parameter 'threads'"),
+    ],
+)
+def test_a_setting_of_another_type_than_the_engines_own_is_refused(words, said):
+    with pytest.raises(UserError) as raised:
+        checked("method=sps", *words)
+    assert str(raised.value).startswith(said)
+
+
+def test_servers_of_somebody_else_may_draft_in_an_unknown_way_and_have_a_number_as_version():
+    checked("method=sps", "engine=openai", "engine.version=0.32")
+
+
 def test_a_preset_of_the_users_own(monkeypatch, tmp_path):
     (tmp_path / "conf/engine").mkdir(parents=True)
     preset = 'name: mine\nspeculative: {sps: {n: "${method.max_draft_tokens}"}}\n'

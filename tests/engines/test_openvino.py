@@ -99,6 +99,7 @@ def test_weights_that_float16_does_not_hold_are_others(told, tmp_path):
         ({}, 2, "one answer at a time"),
         ({"target": "/none.gguf"}, 1, "no file"),
         ({"plain": {"scheduler": {}}}, 1, "keeps prompts"),
+        ({"plain": {"scheduler": None}}, 1, "engine.plain.scheduler must be a dictionary, not null"),
         ({"plain": {"scheduler": {"enable_prefix_caching": True}}}, 1, "keeps prompts"),
         ({"python": None, "install": {"requirements": ["none"]}}, 1, "engine openvino is not installed"),
     ],
