@@ -11,7 +11,9 @@ from methods.mirror_sd import train as mirror_train
 from methods.mirror_sd.streams import load_streams
 from methods.s2d import train as s2d_train
 from methods.sps import train as sps_train
+from methods.states import key_of
 from specbench.decoding.model.staged_model import StagedModel
+from specbench.decoding.state import NORMED
 from specbench.models.pairs import load_pair
 from specbench.models.surgery import cut
 from specbench.system.errors import UserError
@@ -55,6 +57,19 @@ def said_tokens(module, batch) -> list[torch.Tensor]:
     goals = batch["input_ids"][:, 1:][batch["loss_weight"][:, 1:] == 1.0]
     chosen = [s2d_train.predicting(states, batch, 1.0) for states in module.states(batch)]
     return [module.model.lm_head(states).argmax(-1) == goals for states in chosen]
+
+
+@torch.no_grad()
+def test_exits_are_judged_on_the_states_that_were_stored(monkeypatch):
+    """As those of the other trainers, without a pass of the target."""
+    pair = random_pair("llama", seed=3)
+    target, module = StagedModel(pair.target), s2d_train.Sorted(pair.draft, [1, 3])
+    batch = {"input_ids": torch.tensor([[5, 9, 31, 7, 22, 14]]), "loss_weight": torch.ones(1, 6)}
+    expected = module.choices(batch, target)
+    batch |= {key_of(NORMED): pair.target.model(batch["input_ids"]).last_hidden_state}
+    monkeypatch.setattr(pair.target.model, "forward", None)
+    for found, computed in zip(module.choices(batch, target), expected, strict=True):
+        assert torch.equal(found, computed)
 
 
 FINISHED_LOGITS = ["cohere", "granite", "gemma2"]  # scaled, divided, capped
