@@ -144,7 +144,7 @@ def command_for(cfg: DictConfig) -> str:
     same = " ".join(f"{name}={cfg[name]}" for name in SAME)
     taps = [*([cfg.exit_layer] if "exit_layer" in cfg else []), NORMED]
     depths = ",".join(map(str, taps))
-    return f"python -m methods.states pair={cfg.pair.name} {text} {same} taps=[{depths}] out=FOLDER"
+    return f"specbench states pair={cfg.pair.name} {text} {same} taps=[{depths}] out=FOLDER"
 
 
 def write(cfg: DictConfig) -> Path:
@@ -336,7 +336,7 @@ def _record(cfg: DictConfig, wanted: dict[str, Any], held_out: bool) -> dict[str
     """The record of the rows in `cfg.states`. Raises UserError where it has other facts, or there are too few rows."""
     folder = _folder(cfg, held_out)
     if not (folder / RECORD).is_file():
-        raise UserError(f"there are no states in '{folder}': `python -m methods.states` makes them")
+        raise UserError(f"there are no states in '{folder}': `specbench states` makes them")
     record = read_json(folder / RECORD)
     for name, value in wanted.items():
         if record.get(name, value) != value:

@@ -41,6 +41,8 @@ COMPOSED = {
     "calibrate": "calibrate_vocab",
     "converse": "converse",
     "lengthen": "lengthen",
+    "states": "states",
+    "parts": "parts",
     "serve": "serve",
     "doctor": "bench",
 }

@@ -183,7 +183,7 @@ def load_tree(folder: str) -> list[Path]:
     """
     path = packaged(folder) / FILE
     if not path.is_file():
-        raise UserError(f"no counted tree '{path}': `python -m methods.sps_tree.train` makes one")
+        raise UserError(f"no counted tree '{path}': `specbench train sps_tree` makes one")
     try:
         paths = [tuple(map(int, ranks)) for ranks in json.loads(path.read_text())["tree"]]
     except (ValueError, KeyError, TypeError) as error:

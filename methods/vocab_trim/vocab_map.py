@@ -78,7 +78,7 @@ def kept_ids(source: str | Path, pair: Pair, size: int | None) -> list[int]:
     """
     path = packaged(source) / FILE
     if not path.is_file():
-        raise UserError(f"no vocabulary map '{path}': `python -m methods.vocab_trim.calibrate` makes one")
+        raise UserError(f"no vocabulary map '{path}': `specbench calibrate` makes one")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         ids, made_for = [int(row[0]) for row in content["rows"]], content["tokenizer"]

@@ -253,6 +253,21 @@ COMMANDS = {
         config="calibrate_vocab",
         slow=True,
     ),
+    "states": Command(
+        "methods.states",
+        KEYS,
+        "Store a target's states of conversations, for several trainings to read (states=FOLDER).",
+        (("states pair=vicuna-7b conversations=answers.jsonl taps=[2,16,29,-1] out=states", "once; resumable"),),
+        config="states",
+        slow=True,
+    ),
+    "parts": Command(
+        "methods.parts",
+        KEYS,
+        "Let a target write conversations, and train every method's parts on them.",
+        (("parts pair=smollm2-135m", "as `make smollm2` does; resumable"),),
+        config="parts",
+    ),
 }  # fmt: skip
 
 

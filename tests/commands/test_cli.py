@@ -72,6 +72,8 @@ def called(monkeypatch):
         ("train s2d steps=3", "methods.s2d.train", ["steps=3"]),
         ("answer count=3", "methods.answer", ["count=3"]),
         ("calibrate source=raw_text", "methods.vocab_trim.calibrate", ["source=raw_text"]),
+        ("states taps=[2,-1]", "methods.states", ["taps=[2,-1]"]),
+        ("parts steps=3", "methods.parts", ["steps=3"]),
     ],
 )
 def test_a_command_runs_its_module_and_returns_its_exit_code(called, words, module, passed):

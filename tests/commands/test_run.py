@@ -122,8 +122,8 @@ def test_a_file_that_is_no_yaml(monkeypatch, capfd, tmp_path, file, arguments):
         (["method=sps", "+pair.parts.nothing=here"], "unknown key 'pair.parts.nothing' ... known: ... dflash"),
         (["+method.gamma=3"], "method kangaroo ... 'gamma'"),
         (["method=pld", "vocab=trim"], "pld ... vocab=full"),
-        (["vocab=trim", "vocab.map=null"], "tiny ... `python -m methods.vocab_"),
-        (["vocab=trim", "~method.vocab_map"], "tiny ... `python -m methods.vocab_"),
+        (["vocab=trim", "vocab.map=null"], "tiny ... `specbench calibrate pair=tiny`"),
+        (["vocab=trim", "~method.vocab_map"], "tiny ... `specbench calibrate pair=tiny`"),
         (["vocab.size=0"], "vocab.size "),
         (["vocab.size=1024"], "vocab=trim"),
         (["vocab.map=here"], "vocab=trim"),
@@ -138,7 +138,7 @@ def test_a_file_that_is_no_yaml(monkeypatch, capfd, tmp_path, file, arguments):
         (["method=oracle", "method.cost_of=pld", "vocab=trim"], "pld ... vocab=full"),
         (
             ["method=ragged", "drafter=oracle", "drafter.cost_of=kangaroo", "pair.parts.kangaroo=null"],
-            "oracle ... `python -m methods.kangaroo.train pair=tiny` ... name it with pair.parts.kangaroo=FOLDER",
+            "oracle ... `specbench train kangaroo pair=tiny` ... name it with pair.parts.kangaroo=FOLDER",
         ),
         (["method=kangaroo", "drafter=pld"], "kangaroo ... drafter=none ... method=ragged"),
         (["method=ragged", "drafter=mirror_sd"], "drafter mirror_sd cannot batch"),
@@ -160,7 +160,7 @@ def test_a_file_that_is_no_yaml(monkeypatch, capfd, tmp_path, file, arguments):
         (["method=sps", "pair.draft=null"], "sps ... tiny ... pair.draft"),
         (
             ["pair.parts.kangaroo=null"],
-            "`python -m methods.kangaroo.train pair=tiny` ... name it with pair.parts.kangaroo=FOLDER",
+            "`specbench train kangaroo pair=tiny` ... name it with pair.parts.kangaroo=FOLDER",
         ),
         (["pair.target=.", "pair.tokenizer=null", "pair.parts.kangaroo=./nothing"], "'./nothing'"),
         (["method=ar", "pair.target=/nothing"], "'/nothing'"),

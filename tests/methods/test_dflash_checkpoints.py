@@ -228,7 +228,7 @@ def test_what_is_not_known_is_refused_by_its_name(change, says, tmp_path):
 
 
 def test_who_lacks_the_part_is_told_how_it_is_trained():
-    with pytest.raises(UserError, match="methods.dflash.train pair=tiny head=markov`"):
+    with pytest.raises(UserError, match="`specbench train dflash pair=tiny head=markov`"):
         check(composed("bench", "method=dspark", "pair=tiny", "pair.parts.dspark=null"))
 
 
