@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -79,7 +80,7 @@ def make_environment(name: str, install: Mapping) -> Path:
         Its Python.
 
     Raises:
-        UserError: pip cannot install what it requires.
+        UserError: Python has no pip for it, or pip cannot install what it requires.
     """
     folder = make_folder(environment(install))
     *first, last = install["requirements"]
@@ -87,12 +88,18 @@ def make_environment(name: str, install: Mapping) -> Path:
     with lock_folder(folder, "installed", wait=True):
         if not (folder / COMPLETE).exists():
             print(f"installing {', '.join([*first, last])} into {folder}", file=sys.stderr, flush=True)
-            venv.create(folder, with_pip=True)
+            try:
+                venv.create(folder, symlinks=os.name != "nt", with_pip=True)
+            except subprocess.CalledProcessError as error:
+                raise UserError(
+                    f"cannot make an environment with pip for engine {name}: install python3-venv, or name an "
+                    "interpreter that has it with engine.python"
+                ) from error
             python = folder / "bin" / "python"
             _pip(name, python, first)
             _pip(name, python, [*(["--no-deps"] if without else []), last])
             if without:
-                _pip(name, python, _requirements_of(python, last, without))
+                _pip(name, python, _requirements_of(name, python, last, without))
             (folder / COMPLETE).touch()
     return interpreter(name, install)
 
@@ -100,20 +107,22 @@ def make_environment(name: str, install: Mapping) -> Path:
 def _pip(name: str, python: Path, arguments: Sequence[str]) -> None:
     if not arguments:
         return
-    command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments]
-    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+    _printed(name, python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments)
+
+
+def _requirements_of(name: str, python: Path, requirement: str, without: set[str]) -> list[str]:
+    """What an installed distribution requires, those of its extras and some others left out."""
+    listed = json.loads(_printed(name, python, "-c", REQUIRES, _name(requirement)))
+    return [one for one in listed if "extra ==" not in one and _name(one) not in without]
+
+
+def _printed(name: str, python: Path, *arguments: str) -> str:
+    """What the Python of an engine's environment prints. Raises UserError with the last line of what went wrong."""
+    done = subprocess.run([str(python), *arguments], capture_output=True, text=True, check=False)
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()] or ["pip failed"]
         raise UserError(f"cannot install engine {name}: {lines[-1].strip()}")
-
-
-def _requirements_of(python: Path, requirement: str, without: set[str]) -> list[str]:
-    """What an installed distribution requires, those of its extras and some others left out."""
-    distribution = _name(requirement)
-    listed = subprocess.run(
-        [str(python), "-c", REQUIRES, distribution], capture_output=True, text=True, check=True
-    )
-    return [one for one in json.loads(listed.stdout) if "extra ==" not in one and _name(one) not in without]
+    return done.stdout
 
 
 def _name(requirement: str) -> str:

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import venv
 import zipfile
 from pathlib import Path
 
 import pytest
 
 from specbench.commands import engine as command
-from specbench.engines.environments import COMPLETE, environment, interpreter, make_environment, program
+from specbench.engines.environments import (
+    COMPLETE,
+    _requirements_of,
+    environment,
+    interpreter,
+    make_environment,
+    program,
+)
 from specbench.system.errors import UserError
 from tests.support.commands import exit_code
 
@@ -76,6 +84,25 @@ def test_what_pip_cannot_install_is_one_line_and_no_environment(tmp_path):
     assert "\n" not in str(raised.value)
     with pytest.raises(UserError, match="is not installed"):
         interpreter("two", install)
+
+
+def test_an_environment_without_pip_is_one_line(monkeypatch):
+    """As of a Debian without python3-venv."""
+
+    def call(builder, context, *arguments, **_):
+        raise subprocess.CalledProcessError(1, arguments)
+
+    monkeypatch.setattr(venv.EnvBuilder, "_call_new_python", call)
+    install = {"requirements": ["one==1"]}
+    with pytest.raises(UserError, match="engine three: install python3-venv, or .* engine.python"):
+        make_environment("three", install)
+    assert (environment(install) / "bin" / "python").is_symlink()  # a copy does not find a library beside it
+
+
+def test_requirements_of_what_is_not_installed_under_its_name_are_one_line():
+    with pytest.raises(UserError, match="cannot install engine four: .*PackageNotFoundError") as raised:
+        _requirements_of("four", Path(sys.executable), "git+https://none/engine", set())
+    assert "\n" not in str(raised.value)
 
 
 def test_the_command_says_what_it_takes(monkeypatch, capsys):
