@@ -168,8 +168,8 @@ def steps(cfg: DictConfig, pair: Sequence[str], layers: int) -> list[list[Step]]
             shared, settings = text, alike | settings
         draft = part.get("draft")
         drafts = {} if draft is None else {"pair.draft": out / "weights" / draft}
-        own = arguments(settings | {"out": folder})
-        command = (part["module"], *pair, *arguments(drafts), *shared, *own)
+        words = arguments(settings | {"out": folder})
+        command = (part["module"], *pair, *arguments(drafts), *shared, *words)
         step = Step(name, cfg.steps / 30, folder / (part.get("result") or RECORD), command)
         (parts if draft is None else later).append(step)
     return [*groups, parts, later]
