@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import errno
 import mmap
+import shutil
 import subprocess
 import sys
 
@@ -53,6 +54,25 @@ def test_threads_change_no_bit():
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(outputs[0][: len(output)], output) for output in outputs)
+
+
+@pytest.mark.nightly
+@pytest.mark.process
+@pytest.mark.skipif(shutil.which("clang++") is None, reason="there is no clang++")
+def test_kernels_start_as_many_threads_as_torch_computes_with(tmp_path, monkeypatch):
+    """Also by the OpenMP that Clang brings, which is not torch's."""
+    for name, value in {"CXX": "clang++", "OMP_NUM_THREADS": "1", "SPECBENCH_CACHE": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    code = """if True:
+        import os, torch
+        from specbench.decoding.cpu.packed_linear import Panels
+        panels = Panels(torch.zeros(4096, 256))
+        torch.set_num_threads(3)
+        before = len(os.listdir("/proc/self/task"))
+        panels.times(torch.zeros(1, 256), None)
+        print(len(os.listdir("/proc/self/task")) - before)
+    """
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "2\n"
 
 
 @needs_kernels

@@ -8,7 +8,6 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
-#include <ATen/Parallel.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -345,6 +344,7 @@ at::Tensor attend_as(const at::Tensor& query, const at::Tensor& keys, const at::
       query.strides(), keys.strides(), values.strides(),
       mask && mask->size(0) > 1 ? mask->stride(0) : 0, mask ? mask->stride(2) : 0, float(scale)};
   const int64_t grain = std::max<int64_t>(1, GRAIN / std::max<int64_t>(1, kv_len * width));
+  specbench::use_threads_of_torch();
   at::parallel_for(0, b * kv_heads * of_head, grain, [&](int64_t low, int64_t high) {
     while (low < high) {
       const int64_t head = low / of_head, first = low % of_head;

@@ -3,7 +3,6 @@
 // The matrix lies in panels of PANEL rows. Within a panel a vector of each row follows that of the row before, so that
 // memory is read from its first byte to its last. An output is one chain of sums over the columns, LANES of them side
 // by side, whatever is computed beside it: other tokens, other rows, other threads.
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
@@ -90,6 +89,7 @@ void multiply(const W* weights, int64_t panels, int64_t size, const float* state
               const float* bias, int64_t rows, T* outputs) {
   const int64_t groups = (tokens + TOKENS - 1) / TOKENS;
   const int64_t streams = tokens <= 2 ? STREAMS : tokens == 3 ? 2 : ABREAST, set = groups == 1 ? 1 : SET;
+  specbench::use_threads_of_torch();
   at::parallel_for(0, panels, std::max<int64_t>(1, THREAD / size), [&](int64_t begin, int64_t end) {
     float buffer[REGISTERS];
     // The outputs of panels from `first` to `last`, and of as many `apart` after them for each further stream.

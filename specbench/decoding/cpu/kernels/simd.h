@@ -90,7 +90,7 @@ inline Quad sum_quads(Floats vector) { return quad<0>(vector) + quad<1>(vector);
 
 // The sums of the lanes of four vectors, each in the same order wherever it stands.
 inline Quad lane_sums(const Floats* vectors) {
-  constexpr int B = LANES;  // the first lane of the second vector
+  static constexpr int B = LANES;  // the first lane of the second vector
   auto halved = [](Floats a, Floats b) {
     return __builtin_shufflevector(a, b, IN_QUADS(0, B, 1, B + 1)) +
            __builtin_shufflevector(a, b, IN_QUADS(2, B + 2, 3, B + 3));
