@@ -242,6 +242,10 @@ class ServedEngine:
         self, name: str, reply: Reply, begun: float, request: Request, several: bool = False
     ) -> Generation:
         """A reply as the journal holds it: the prompt's pass, then a round for each other one."""
+        if reply.cached_tokens:
+            self._note(
+                f"{name}: it remembers prompts, which makes second answers faster: set its prefix cache off"
+            )
         if reply.complete is not None:
             try:
                 reply.complete()
@@ -300,19 +304,20 @@ class ServedEngine:
                 )
         for drawn in requests:
             request = replace(drawn, decoding=replace(drawn.decoding, temperature=0.0))
-            replies = {name: self._whole_reply(name, request) for name in (PLAIN, SPECULATIVE)}
-            again = self._whole_reply(PLAIN, request)
-            for name, reply in replies.items():
+            replies, again = (
+                {name: self._whole_reply(name, request) for name in (PLAIN, SPECULATIVE)} for _ in range(2)
+            )
+            for name, reply in (*replies.items(), *again.items()):
                 _check_read(name, reply, request)
                 if truncate_at_stop(reply.tokens, self.pair.stop_ids) != reply.tokens:
                     raise UserError(
                         f"the {name} server goes on after a stop token: name it in the model's files"
                     )
             plain += replies[PLAIN].passes[1:]
-            if again.tokens != replies[PLAIN].tokens:
+            if again[PLAIN].tokens != replies[PLAIN].tokens:
                 self._note("plain: two answers to one prompt differ")
             speculative += replies[SPECULATIVE].passes[1:]
-            of_second_answers += len(self._whole_reply(SPECULATIVE, request).passes[1:])
+            of_second_answers += len(again[SPECULATIVE].passes[1:])
         if any(one.drafted for one in plain) or _merged(plain) > MERGED * len(plain):
             raise UserError("the plain server drafts: start it without speculation")
         self._check_drafts(speculative)

@@ -311,6 +311,27 @@ class TestHandshake:
         with serving(*stubs.values()) as urls, pytest.raises(UserError, match=said):
             engine_of(pair, urls, dialect).open([request()])
 
+    @pytest.mark.parametrize("arm", [PLAIN, SPECULATIVE])
+    def test_a_prefix_cache_that_only_second_answers_show_is_refused(self, pair, dialect, arm):
+        stubs = {PLAIN: Stub(counting), SPECULATIVE: Stub(counting, drafts=True)}
+        stubs[arm].fault, stubs[arm].after = "remembers", 2
+        with (
+            serving(*stubs.values()) as urls,
+            pytest.raises(UserError, match=f"the {arm} server remembered 4"),
+        ):
+            engine_of(pair, urls, dialect).open([request()])
+
+    @pytest.mark.parametrize("at_once", [1, 2])
+    def test_a_prefix_cache_that_timed_answers_show_is_named_once(self, pair, dialect, at_once):
+        stub = Stub(counting, fault="remembers", after=3)
+        with serving(stub, Stub(counting, drafts=True)) as urls:
+            engine = engine_of(pair, urls, dialect)
+            engine.batch_size = at_once
+            engine.open([request()])
+            exhaust(engine.plain([request()] * 2))
+        [fault] = engine.faults
+        assert fault.startswith("plain: it remembers prompts")
+
     def test_an_engine_that_contradicts_itself_is_named(self, pair, dialect):
         stub = Stub(counting, fault="breaks", after=2)
         with serving(stub, Stub(counting, drafts=True)) as urls:
