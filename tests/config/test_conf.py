@@ -7,6 +7,7 @@ from functools import cache
 
 import hydra
 import pytest
+from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from specbench.config.checks import check, check_method, check_values
@@ -72,6 +73,15 @@ def test_limits_of_a_pair_are_for_spec_bench_alone(data, limit, max_new_tokens):
 @pytest.mark.parametrize("path", sorted(CONF.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_entry_point_composes(path):
     OmegaConf.resolve(composed(path.stem))
+
+
+@pytest.mark.first_fast
+@pytest.mark.parametrize("name", ["bench", "parts", "states", "train_kangaroo"])
+def test_hydra_itself_writes_nothing(name):
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = compose(name, return_hydra_config=True).hydra
+    assert (cfg.output_subdir, cfg.run.dir) == (None, ".")
+    assert cfg.runtime.choices["hydra/job_logging"] == cfg.runtime.choices["hydra/hydra_logging"] == "none"
 
 
 @pytest.mark.first_fast
