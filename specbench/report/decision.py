@@ -362,9 +362,9 @@ def draft_length(summary: dict) -> int | None:
 
 def tree_size(summary: dict) -> tuple[int | None, int | None] | None:
     """The most nodes and levels of a draft that is a tree, each None where it is not known; None of a chain."""
-    if summary["engine"] is not None:  # they are told to verify chains
-        return None
     settings = {key.removeprefix("drafter."): value for key, value in summary["settings"].items()}
+    if summary["engine"] is not None or settings.get("width") == 1:  # other engines are told to verify chains
+        return None
     if (nodes := summary.get("max_nodes")) is not None:
         return (nodes, summary["longest_path"]) if nodes else None
     if settings.keys().isdisjoint(OF_TREES) and settings.get("shape") != "tree":

@@ -58,6 +58,7 @@ def test_the_fastest_is_named_with_those_that_are_not_told_apart_from_it():
         ({"settings": {"width": 10, "max_draft_tokens": 6}}, "a tree of 6 levels", "– (6)"),
         ({"settings": {"nodes": None}, "max_nodes": 63, "longest_path": 4}, "a tree of 63 nodes", "63 (4)"),
         ({"max_nodes": 0, "longest_path": 5}, "5 draft tokens", "5"),
+        ({"settings": {"width": 1, "max_draft_tokens": 3}, "max_nodes": 3}, "3 draft tokens", "3"),
         ({"settings": {"draft.n_max": 4}, "engine": ENGINE}, "4 draft tokens", "4"),
     ],
 )
