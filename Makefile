@@ -49,7 +49,7 @@ benchmarks: $(STAMP) ## Run the timed comparisons of tests/benchmarks (best on a
 	@$(PY) -m tests.benchmarks.decoding $(ARGS)
 	@$(PY) -m tests.benchmarks.batching $(ARGS)
 
-gpu: $(STAMP) ## Check a GPU in ten minutes: build/gpu/report.md [ARGS="--parts bandwidth passes"; without .venv: python3 -m tests.benchmarks.gpu]
+gpu: $(STAMP) ## Check a GPU in ten minutes: build/gpu/report.md; again: what was left out [ARGS="--parts expanded --methods sps"; without .venv: python3 -m tests.benchmarks.gpu]
 	@$(PY) -m tests.benchmarks.gpu $(ARGS)
 
 gpu-bundle: $(STAMP) ## Fetch into build/gpu-bundle the wheels that a machine with torch and transformers alone lacks [ARGS="--have FILE"]

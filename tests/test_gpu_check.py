@@ -8,14 +8,21 @@ import json
 import os
 import subprocess
 import sys
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 from specbench import ROOT
 from specbench.models.expansion import embedded
 from tests.benchmarks.gpu import __main__ as check
-from tests.benchmarks.gpu import bundle
+from tests.benchmarks.gpu import answers, bundle, figures
+from tests.benchmarks.gpu.figures import Check, Figure, TimeUp
+from tests.benchmarks.gpu.parts import PARTS, Part
 from tests.benchmarks.gpu.report import markdown
 from tests.benchmarks.gpu.settings import method_settings, names, pair_settings
 from tests.support.conf import composed, is_hub_id
@@ -52,6 +59,7 @@ def test_the_check_runs_with_torch_and_transformers_alone(tmp_path):
         (tmp_path / "missing" / name).mkdir(parents=True)
         (tmp_path / "missing" / name / "__init__.py").write_text(f"raise ModuleNotFoundError('no {name}')\n")
     command = [sys.executable, "-m", "tests.benchmarks.gpu", "--device", "cpu", "--small", "--together"]
+    command += ["--minutes", "600"]
     path = f"{tmp_path / 'missing'}{os.pathsep}{ROOT}"
     done = subprocess.run(
         [*command, "--out", str(tmp_path)],
@@ -63,8 +71,6 @@ def test_the_check_runs_with_torch_and_transformers_alone(tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     lines = [json.loads(line) for line in (tmp_path / check.RESULTS).read_text().splitlines()]
     figures = [line for line in lines if "name" in line]
-    from tests.benchmarks.gpu.parts import PARTS
-
     assert {line["part"] for line in figures} == set(PARTS)
     judged = [line for line in figures if line["name"].endswith("violations")]
     assert len(judged) > 10 and all(line["value"] == 0 and line["note"].endswith("1/0/0") for line in judged)
@@ -77,10 +83,12 @@ def test_the_check_runs_with_torch_and_transformers_alone(tmp_path):
 @pytest.mark.parametrize(
     ("part", "limit", "why"), [("nothing", 60, "exit code 1: KeyError"), ("passes", 0.3, "ended after")]
 )
-def test_a_part_that_fails_or_hangs_leaves_a_line(monkeypatch, part, limit, why):
+def test_a_part_that_fails_or_hangs_leaves_a_line(monkeypatch, tmp_path, part, limit, why):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setattr(check, "GRACE", 0.0)
+    (tmp_path / check.RESULTS).touch()
     file = io.StringIO()
-    check.run(part, ["--device", "cpu", "--small"], limit, file)
+    check.run(part, ["--device", "cpu", "--small", "--out", str(tmp_path)], limit, file)
     (line,) = map(json.loads, file.getvalue().splitlines())
     assert line["part"] == part and why in line["failed"] and line["seconds"] < limit + 30
 
@@ -98,6 +106,86 @@ def test_the_report_says_what_is_not_as_expected():
     assert markdown([head, open_ended])[1]
     text, fine = markdown([head, open_ended, {"part": "q", "failed": "exit code 1: no memory"}])
     assert not fine and "- **q**: exit code 1: no memory" in text
+    text, fine = markdown([head, open_ended, {"part": "q", "left_out": "no time for sps, pld"}])
+    assert fine and "1 of which something was left out" in text
+    assert "- q, left out: no time for sps, pld" in text
+
+
+def ran(monkeypatch, tmp_path, *arguments: str) -> dict[str, float]:
+    """The seconds that each part got which was begun, if all of them take as long as they may."""
+    limits: dict[str, float] = {}
+
+    def run(name: str, own: list[str], limit: float, file: io.StringIO) -> None:
+        limits[name] = limit
+
+    monkeypatch.setattr(
+        check, "time", SimpleNamespace(monotonic=lambda: sum(limits.values()), strftime=time.strftime)
+    )
+    monkeypatch.setattr(check, "run", run)
+    assert check.main(["--device", "cpu", "--out", str(tmp_path), *arguments]) == 0, "nothing has failed"
+    return limits
+
+
+def test_parts_share_the_minutes(monkeypatch, tmp_path):
+    usual = ran(monkeypatch, tmp_path)
+    assert usual.keys() == PARTS.keys() - {"compiled"} and sum(usual.values()) == pytest.approx(540)
+    assert "- compiled, left out: all of it: it takes 180 s" in (tmp_path / check.REPORT).read_text()
+    longer = ran(monkeypatch, tmp_path, "--minutes", "40")
+    assert longer.keys() == PARTS.keys() and longer["passes"] == pytest.approx(usual["passes"] * 40 / 9)
+    assert ran(monkeypatch, tmp_path, "--parts", "compiled", "--minutes", "5") == {"compiled": 300}
+
+
+def test_methods_without_figures_are_measured_first():
+    part, own = "embedded-float32", {"part": "embedded-float32"}
+    checks = [
+        [
+            {"machine": "H200"},
+            {**own, "name": "tiny float32 ar: violations"},
+            {**own, "name": "tiny float32 sps: failed"},
+        ],
+        [
+            {"machine": "H200"},
+            {"part": "passes", "name": "tiny float32 pld: violations"},
+            {**own, "name": "tiny float32 ar: decode speedup"},
+            {**own, "seconds": 3.0},
+        ],
+    ]
+    measured = check.measured_methods(checks, part)
+    assert measured == ["sps", "ar"]
+    one = Check(torch.device("cpu"), True, print, measured=measured)
+    assert one.chosen(["ar", "eagle", "pld", "sps"]) == ["eagle", "pld", "sps", "ar"]
+    assert replace(one, methods=["sps", "pld"]).chosen(["ar", "pld", "sps"]) == ["pld", "sps"]
+
+
+def test_methods_for_which_there_is_no_time_are_named(monkeypatch):
+    done: list[str] = []
+    monkeypatch.setattr(figures, "time", SimpleNamespace(monotonic=lambda: 4.0 * len(done)))
+    monkeypatch.setattr(answers, "Judge", MagicMock())
+    monkeypatch.setattr(answers, "Engine", MagicMock())
+    monkeypatch.setattr(answers, "told", lambda check, label, *given: done.append(label))
+    monkeypatch.setattr(answers, "_inline", lambda *given: {})
+    with pytest.raises(TimeUp, match="^pld, medusa$"):
+        one = Check(torch.device("cpu"), True, lambda figure: None, end=7.0)
+        answers.methods(one, MagicMock(), ["ar", "sps", "pld", "medusa"], 1)
+    assert len(done) == 2
+
+
+def test_a_part_whose_time_is_up_says_what_is_left(monkeypatch, tmp_path):
+    def work(one: Check) -> None:
+        one.say(Figure("a", 1.0))
+        one.go_on("compiled passes", takes=1e6)
+
+    monkeypatch.setitem(PARTS, "passes", Part(work, 1))
+    arguments = ["--device", "cpu", "--small", "--together", "--parts", "passes", "--out", str(tmp_path)]
+    assert check.main(arguments) == 0 == check.main(arguments)
+    assert "- passes, left out: no time for compiled passes" in (tmp_path / check.REPORT).read_text()
+    assert [len(lines) for lines in check.lines_of(tmp_path)] == [3, 3], "those of earlier checks are kept"
+
+
+def test_a_method_that_there_is_not_is_refused(capsys, tmp_path):
+    with pytest.raises(SystemExit):
+        check.main(["--out", str(tmp_path), "--methods", "sps", "spss"])
+    assert "no method of one sequence is called spss" in capsys.readouterr().err
 
 
 def test_the_bundle_lists_what_is_needed_beside_torch(tmp_path, capsys):

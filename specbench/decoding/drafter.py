@@ -144,7 +144,7 @@ class Drafter:
 
     def captures_passes(self) -> bool:
         """Whether passes of a model of its own are captured, whatever the target's are."""
-        return any(isinstance(getattr(own, "runner", None), GraphRunner) for own in vars(self).values())
+        return any(isinstance(getattr(part, "runner", None), GraphRunner) for part in vars(self).values())
 
     def on_hidden(self, layer: int, hidden_states: torch.Tensor) -> None:
         """Told on the way through a verification, for each of `taps` as it is reached. It must not wait for the device.

@@ -27,7 +27,7 @@ from specbench.measure.machine import provenance
 from specbench.measure.numeric_noise import next_logits, shape_noise
 from specbench.models.pairs import Pair
 from specbench.system.errors import UserError, one_line
-from tests.benchmarks.gpu.figures import GB, MS, Check, Figure
+from tests.benchmarks.gpu.figures import COMPILING, GB, MS, Check, Figure
 from tests.benchmarks.gpu.settings import Loaded, method_settings, names, read
 
 # They look at confidences, exits or branches: LOOKS of tests/test_conformance.py. Torch counts those of all threads.
@@ -131,11 +131,13 @@ def waits_in(judge: Judge, engine: Engine) -> float:
 
 def methods(check: Check, loaded: Loaded, chosen: list[str], prompts: int) -> None:
     """Methods on a pair: losslessness first, then how fast they are."""
+    check.go_on(", ".join(chosen))
     pair, label = loaded.pair, f"{loaded.pair.name} {str(loaded.pair.dtype).removeprefix('torch.')}"
     judge = Judge(check, pair, check.prompts(pair, prompts))
     rounds = sum(len(answer.steps) for answer in judge.answers)
     check.say(Figure(f"{label}: autoregressive", MS * judge.seconds / rounds, "ms a token"))
-    for name in chosen:
+    for place, name in enumerate(chosen):
+        check.go_on(", ".join(chosen[place:]))
         try:
             with closing(loaded.drafter(name, **_inline(check, loaded, name))) as drafter:
                 if drafter.needs.reference_answer:
@@ -166,7 +168,8 @@ def alone() -> list[str]:
 def embedded(check: Check, dtype: str) -> None:
     """Every method on the embedded pair."""
     some = ["sps", "pld", "kangaroo", "medusa", "mirror_sd"] if check.small else alone()
-    methods(check, Loaded(check.settings("tiny", dtype=dtype)), some, 1 if check.small else 3)
+    loaded = Loaded(check.settings("tiny", dtype=dtype))
+    methods(check, loaded, check.chosen(some), 1 if check.small else 3)
 
 
 def expanded(check: Check, name: str, every: bool = False) -> None:
@@ -174,8 +177,8 @@ def expanded(check: Check, name: str, every: bool = False) -> None:
     begun = time.perf_counter()
     loaded = Loaded(check.settings(name, init="expanded"))
     check.say(Figure(f"{name}: building", time.perf_counter() - begun, "s", 0, 30))
-    chosen = SOME[:1] if check.small else alone() if every else SOME
-    methods(check, loaded, [*chosen], 1 if check.small else 2)
+    some = SOME[:1] if check.small else alone() if every or check.methods is not None else SOME
+    methods(check, loaded, check.chosen(some), 1 if check.small else 2)
 
 
 def oracle(check: Check) -> None:
@@ -184,6 +187,7 @@ def oracle(check: Check) -> None:
     pair = loaded.pair
     judge = Judge(check, pair, check.prompts(pair, 1 if check.small else 4))
     for acceptance in (0.8,) if check.small else (0.6, 0.8, 0.9):
+        check.go_on(f"sps at {acceptance}")
         drafter = loaded.drafter("oracle", acceptance=acceptance)
         drafter.set_reference_answers(judge.prompts, [answer.tokens for answer in judge.answers])
         engine = Engine(judge.target, drafter, pair.stop_ids, context_length=pair.context_length)
@@ -208,6 +212,7 @@ def batches(check: Check) -> None:
     expected = [alone_.answer(prompt, decoding).tokens for prompt in prompts]
     for b in (1, 3) if check.small else (1, 4, 16, 64):
         for label, drafter in (("ar", Drafter()), ("sps", loaded.drafter("sps"))):
+            check.go_on(f"{label}, {b} sequences")
             engine = Engine(target, drafter, pair.stop_ids, Scheduler(b), pair.context_length)
             requests = [Request(prompts[i % len(prompts)], decoding) for i in range(b)]
             warm = decoding if isinstance(target.runner, GraphRunner) else SamplingParams(4)
@@ -236,9 +241,10 @@ def overlap(check: Check) -> None:
         ("ssd", "thread"),
     ):
         changes = {} if placement is None else {"placement": placement}
+        label = name if placement is None else f"{name}, {placement}"
+        check.go_on(label)
         with closing(loaded.drafter(name, **changes)) as drafter:
             engine = Engine(judge.target, drafter, pair.stop_ids, context_length=pair.context_length)
-            label = name if placement is None else f"{name}, {placement}"
             told(check, label, judge, engine)
             steps = engine.answer(judge.prompts[0], judge.decoding).steps
             for key in (
@@ -264,6 +270,7 @@ def generate(check: Check) -> None:
     for label, options in (("generate", {}), ("generate, static cache", {"cache_implementation": "static"})):
         if check.small and options:
             continue  # it compiles for minutes
+        check.go_on(label, COMPILING if options else 0)
         answer = hf_generate(pair, pass_bytes=judge.target.pass_bytes(), **options)
         begun = time.perf_counter()
         answer(requests[:1], lambda tokens: None)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
@@ -17,6 +19,7 @@ from tests.benchmarks.gpu.settings import Settings, pair_settings
 
 GB, MS = 1e9, 1e3
 REPEATS = 20
+COMPILING = 150  # seconds that a pass takes to be compiled, at most
 # On a CPU, to try the script itself: narrow models, few tokens.
 SMALL_TARGET = {
     "model_type": "llama",
@@ -31,6 +34,10 @@ SMALL_TARGET = {
     "tie_word_embeddings": False,
 }
 SMALL_DRAFT = SMALL_TARGET | {"num_hidden_layers": 4}
+
+
+class TimeUp(Exception):
+    """There is no time for what it names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +69,32 @@ class Check:
         device: to measure.
         small: whether only the script is tried.
         say: takes each figure as soon as it is there.
+        end: when its time is up, by `time.monotonic`.
+        methods: of all methods only these; None: all.
+        measured: methods that were measured before, the last one at the end.
     """
 
     device: torch.device
     small: bool
     say: Callable[[Figure], None]
+    end: float = math.inf
+    methods: Collection[str] | None = None
+    measured: Sequence[str] = ()
+
+    def go_on(self, step: str, takes: float = 0.0) -> None:
+        """Called in front of each step of a part: raises TimeUp where there is no time for it.
+
+        Args:
+            step: what would be measured next.
+            takes: seconds of it, if they are many.
+        """
+        if time.monotonic() + takes >= self.end:
+            raise TimeUp(step)
+
+    def chosen(self, methods: Iterable[str]) -> list[str]:
+        """Those of some methods that are asked for: never measured ones first, then what was measured longest ago."""
+        asked = [name for name in methods if self.methods is None or name in self.methods]
+        return sorted(asked, key=lambda name: self.measured.index(name) if name in self.measured else -1)
 
     @property
     def tokens(self) -> int:

@@ -23,7 +23,7 @@ from specbench.decoding.state import Batch, Draft
 from specbench.decoding.trace import Clock
 from specbench.measure.machine import provenance
 from specbench.models.pairs import Pair, load_pair, prepare_device
-from tests.benchmarks.gpu.figures import GB, MS, REPEATS, Check, Figure, seconds
+from tests.benchmarks.gpu.figures import COMPILING, GB, MS, REPEATS, Check, Figure, seconds
 
 # What a kernel does, by a piece of its name; all others work element by element, or sum.
 KERNELS = {
@@ -114,6 +114,7 @@ def passes(check: Check) -> None:
     """Passes of random models, without graphs: one token, and the verification of several."""
     rate = _read_rate(check)
     for name in ("vicuna-7b", "llama-3.1-8b")[: 1 if check.small else 2]:
+        check.go_on(name)
         cfg = check.settings(name, init="random", graphs=False)
         begun = time.perf_counter()
         pair = load_pair(cfg, 0, with_draft=True)  # type: ignore[arg-type] # it has all keys
@@ -163,12 +164,13 @@ def graphs(check: Check, compiles: bool = False) -> None:
             ("six tokens, padded to 8", StagedModel(pair.target, width=8), 6),
             ("a token of the draft model", StagedModel(pair.draft), 1),  # type: ignore[arg-type] # loaded
         ):
+            check.go_on(f"{name}: {label}", COMPILING if compiles else 0)
             least = model.pass_bytes() / rate * MS
             first, spent, differing = _replayed(check, model, tokens)
             share = f"{100 * least / spent:.0f} % of the bandwidth"
             high = most if "draft" not in label else most / 2
             check.say(Figure(f"{name}: {label}", spent, "ms", least, high, share))
-            check.say(Figure(f"{name}: {label}: the first time", first, "s", 0, 150 if compiles else 3))
+            check.say(Figure(f"{name}: {label}: the first time", first, "s", 0, COMPILING if compiles else 3))
             if not compiles:  # what is compiled adds in another order
                 check.say(Figure(f"{name}: {label}: logits that differ", differing, "", 0, 0))
         if not compiles:

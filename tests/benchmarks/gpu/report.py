@@ -6,22 +6,25 @@ from typing import Any
 
 
 def markdown(lines: list[dict[str, Any]]) -> tuple[str, bool]:
-    """The report, and whether all is as expected.
+    """The report, and whether all that was measured is as expected.
 
     Args:
         lines: of the results: the machine, figures, and how each part ended.
     """
     figures = [line for line in lines if "name" in line]
     failed = [line for line in lines if "failed" in line]
+    left_out = [line for line in lines if "left_out" in line]
     odd = [line for line in figures if not expected(line)]
     head = next(line for line in lines if "machine" in line)
     kind = "the script alone, with narrow models" if head["small"] else "full"
     text = [f"# Check on {head['machine']}", "", f"{head['time']}, {kind}.", ""]
     text += [
-        f"{len(figures)} figures, {len(odd)} not as expected, {len(failed)} parts that did not end well.",
+        f"{len(figures)} figures, {len(odd)} not as expected, {len(failed)} parts that did not end well, "
+        f"{len(left_out)} of which something was left out.",
         "",
     ]
     text += [f"- **{line['part']}**: {line['failed']}" for line in failed]
+    text += [f"- {line['part']}, left out: {line['left_out']}" for line in left_out]
     for part in dict.fromkeys(line["part"] for line in figures):
         own = [line for line in figures if line["part"] == part]
         spent = next(
