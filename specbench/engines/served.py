@@ -96,6 +96,11 @@ class ServedEngine:
                 existing_file(settings[name])
 
     @property
+    def is_ours(self) -> bool:
+        """Whether the run starts its servers."""
+        return all(server.is_ours for server in self.servers.values())
+
+    @property
     def ports(self) -> set[int]:
         """Of servers on this machine that are not ours: what they compute is no disturbance."""
         urls = [urlsplit(server.url) for server in self.servers.values() if not server.is_ours]

@@ -104,12 +104,14 @@ class Served(Protocol):
         version: of it.
         faults: what went wrong so far, a line each.
         same_weights: whether it decodes with the pair's own weights.
+        is_ours: whether the run starts its servers.
         ports: that servers which somebody else has started listen at on this machine.
     """
 
     version: str
     faults: list[str]
     same_weights: bool
+    is_ours: bool
     ports: Collection[int]
 
     def open(self, prompts: Sequence[Request]) -> None:

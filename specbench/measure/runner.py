@@ -408,6 +408,7 @@ def changing_facts(bench: Bench) -> dict:
             "name": engine["name"],
             "version": served.version,
             "plain": plain,
+            "started": served.is_ours,
             "faults": [*served.faults],
         }
     return {"peak_memory_bytes": bench.conductor.peak_memory, "engine": of_engine}

@@ -205,7 +205,11 @@ def engine_line(summary: dict) -> Text:
     text.append(equivalence_text(baseline["equivalence"]))
     again = "alone" if summary["unit"] == POOL else "again"
     text.append(f", beside its own {again}: ").append(equivalence_text(engine["again_equivalence"]))
-    if summary.get("processes", 1) == 1:
+    if not engine.get("started", True):
+        text.append(
+            "\nits servers were started elsewhere, once: another start may differ, which no interval covers"
+        )
+    elif summary.get("processes", 1) == 1:
         text.append("\none start of its servers: another one may differ (processes=2 has two)")
     return text
 

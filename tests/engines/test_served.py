@@ -655,7 +655,8 @@ def test_a_request_that_is_refused_costs_its_question_alone(pair):
 def test_servers_of_somebody_else_on_this_machine_are_known_by_their_ports(pair):
     urls = ["http://localhost:8123", "http://10.0.0.9:8124"]
     assert engine_of(pair, urls, "openai").ports == {8123}
-    assert process_engine(pair).ports == set()
+    assert process_engine(pair).ports == set() and process_engine(pair).is_ours
+    assert not engine_of(pair, urls, "openai").is_ours
 
 
 def test_one_thread_of_each_core_is_taken_first(monkeypatch, tmp_path):

@@ -147,6 +147,7 @@ def test_what_one_process_met_is_told_by_those_after_it(run, answer):
     )
     summary = read_run(folder).summary
     assert summary["processes"] == 2 and "FAULTS of openai: 1" in out
+    assert summary["engine"]["started"] is False and "its servers were started elsewhere" in out
     assert summary["engine"]["faults"] == ["plain: two answers to one prompt differ"]
 
 

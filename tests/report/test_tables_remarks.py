@@ -145,6 +145,12 @@ def test_another_engine_is_named_with_its_baseline_and_what_it_has_against_itsel
     assert "processes=2" not in shown(tables.run_table(SERVED | {"processes": 2}), width=300)
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_servers_that_a_run_does_not_start_are_one_start_whatever_its_processes(processes):
+    text = shown(tables.run_table(changed(SERVED, engine__started=False, processes=processes)), width=300)
+    assert "started elsewhere, once" in text and "processes=2" not in text
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
