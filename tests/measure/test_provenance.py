@@ -3,16 +3,19 @@ import gc
 import hashlib
 import json
 import subprocess
+import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from specbench import ROOT
+from specbench.decoding.cpu.packed_linear import Panels
 from specbench.measure.machine import provenance
 from specbench.measure.machine.provenance import buffer_bytes  # as it is, whatever size all tests get
 from specbench.measure.records import run_folder as store
 from specbench.system.errors import UserError
+from tests.support.kernel_passes import needs_kernels
 from tests.support.synthetic import CONFIG
 
 PAIR = {"name": "tiny", "target": "none/such-model", "target_revision": "main", "draft": None, "parts": {}}
@@ -252,7 +255,45 @@ def test_the_buffer_of_the_bandwidth_is_larger_than_the_caches(tmp_path, monkeyp
     assert provenance.last_level_cache_bytes(tmp_path) == 1152 * 2**20
     assert provenance.last_level_cache_bytes(tmp_path / "none") == provenance.UNKNOWN_CACHE_BYTES
     monkeypatch.setattr(provenance, "last_level_cache_bytes", lambda: 1152 * 2**20)
+    monkeypatch.setattr(provenance, "free_memory", lambda: None)
     assert buffer_bytes("cpu") == 2304 * 2**20 and buffer_bytes("cuda") == 2**30
+
+
+def test_the_buffer_and_its_copy_leave_half_of_the_free_memory(monkeypatch):
+    monkeypatch.setattr(provenance, "last_level_cache_bytes", lambda: 2**30)
+    for free, size in ((2**34, 2**31), (2**32, 2**30), (2**30 + 999, 2**28), (0, 4 * provenance.COLUMNS)):
+        monkeypatch.setattr(provenance, "free_memory", lambda free=free: free)
+        assert buffer_bytes("cpu") == size
+
+
+@needs_kernels
+def test_the_buffer_is_given_back_before_its_copy_is_read(monkeypatch):
+    made, ones, times = [], torch.ones, Panels.times
+
+    def watched(*size, **options):
+        tensor = ones(*size, **options)
+        made.append(weakref.ref(tensor))
+        return tensor
+
+    def read(panels, states, bias):
+        assert made[0]() is None
+        return times(panels, states, bias)
+
+    monkeypatch.setattr(torch, "ones", watched)
+    monkeypatch.setattr(Panels, "times", read)
+    assert provenance.bandwidth(torch.device("cpu")) > 0 and len(made) == 2
+
+
+def test_processors_without_a_name_are_told_apart(tmp_path, monkeypatch):
+    monkeypatch.setattr(provenance.platform, "processor", lambda: "")
+    monkeypatch.setattr(provenance.platform, "machine", lambda: "aarch64")
+    cpuinfo = tmp_path / "cpuinfo"
+    assert provenance.cpu_model(cpuinfo) == "aarch64"
+    core = "processor\t: {}\nFeatures\t: fp asimd\nCPU implementer\t: 0x41\nCPU variant\t: 0x3\nCPU part\t: 0xd0c\n\n"
+    cpuinfo.write_text(core.format(0) + core.format(1))
+    assert provenance.cpu_model(cpuinfo) == "aarch64, implementer 0x41, part 0xd0c, variant 0x3"
+    cpuinfo.write_text("processor\t: 0\nflags\t\t:\nmodel name\t: AMD EPYC 9684X\ncache size\t: 1024 KB\n")
+    assert provenance.cpu_model(cpuinfo) == "AMD EPYC 9684X"
 
 
 @pytest.mark.slow

@@ -32,6 +32,7 @@ from specbench.models.packages import described, is_package
 from specbench.system.errors import UserError
 from specbench.system.files import file_sha256, finite, read_json, write_json
 from specbench.system.paths import packaged
+from specbench.system.processes import free_memory
 from specbench.system.settings import parameters
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ ENVIRONMENT = (
     *("CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "CUDA_MODULE_LOADING", "CUBLAS_WORKSPACE_CONFIG"),
     *("NVIDIA_TF32_OVERRIDE", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"),
 )
+ARM_NUMBERS = ("implementer", "part", "variant")
 GPU_FIELDS = ("index", "name", "driver_version", "memory.total", "clocks.max.sm", "power.limit")
 GPU_STATE = ("index", "clocks.sm", "power.draw", "temperature.gpu")
 
@@ -360,13 +362,14 @@ def _weights(source: str, revision: str | None, packages: Mapping) -> dict:
     return {"source": source, "revision": revision, "commit": commit}
 
 
-def cpu_model() -> str:
-    """The name of the processor."""
-    cpuinfo = Path("/proc/cpuinfo")
-    match = (
-        re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
-    )
-    return match[1] if match else platform.processor() or platform.machine()
+def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """The name of the processor; of an Arm one, which has none there, the numbers of its maker and design."""
+    text = cpuinfo.read_text() if cpuinfo.exists() else ""
+    facts = dict(re.findall(r"^([^:\n]*\S)\s*:[^\S\n]*(.+)$", text, re.MULTILINE))
+    if "model name" in facts:
+        return facts["model name"]
+    numbers = [f"{name} {facts[f'CPU {name}']}" for name in ARM_NUMBERS if f"CPU {name}" in facts]
+    return ", ".join([platform.processor() or platform.machine(), *numbers])
 
 
 def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -457,19 +460,28 @@ def bandwidth(device: torch.device) -> float:
         clock.synchronize()
         return clock.seconds(start, end)
 
-    reads: list[Callable[[], object]] = [buffer.sum]
+    def median(read: Callable[[], object]) -> float:
+        seconds(read)
+        return statistics.median(seconds(read) for _ in range(PASSES))
+
+    fastest = median(buffer.sum)
     if has_kernel(device, torch.float32):
         panels, state = Panels(buffer.view(-1, COLUMNS)), torch.ones(1, COLUMNS)
-        reads.append(lambda: panels.times(state, None))
-    for read in reads:
-        seconds(read)
-    return sums * size / min(statistics.median(seconds(read) for _ in range(PASSES)) for read in reads)
+        del buffer
+        fastest = min(fastest, median(lambda: panels.times(state, None)))
+    return sums * size / fastest
 
 
 def buffer_bytes(kind: str) -> int:
-    """Bytes that are read to measure the bandwidth of a "cpu" or "cuda": on a CPU twice what its caches hold."""
+    """Bytes that are read to measure the bandwidth of a "cpu" or "cuda".
+
+    On a CPU twice what its caches hold, if its copy in panels then leaves half of the free memory.
+    """
     least = LEAST_BUFFER_BYTES[kind]
-    return max(least, 2 * last_level_cache_bytes()) if kind == "cpu" else least
+    if kind != "cpu":
+        return least
+    wanted, free, row = max(least, 2 * last_level_cache_bytes()), free_memory(), 4 * COLUMNS
+    return wanted if free is None else min(wanted, max(1, free // 4 // row) * row)
 
 
 def last_level_cache_bytes(folder: Path = Path("/sys/devices/system/cpu")) -> int:
