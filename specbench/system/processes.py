@@ -20,6 +20,7 @@ MEMORY = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
+QUOTA = (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"))  # likewise, of its CPU time
 _LIBC = ctypes.CDLL(None)  # at once: between fork and exec is no time to load anything
 
 
@@ -47,6 +48,24 @@ def cgroup_folder(controller: str, proc: Path = PROC, system: Path = SYSTEM) -> 
     return next((folder for folder in candidates if (folder / f"{controller}.stat").exists()), None)
 
 
+def groups_around(controller: str, proc: Path = PROC, system: Path = SYSTEM) -> list[Path]:
+    """The folder of this process's control group, and those of the groups around it, whose limits hold for it, too."""
+    cgroup = cgroup_folder(controller, proc, system)
+    folders = [] if cgroup is None else [cgroup, *cgroup.parents]
+    return [folder for folder in folders if folder.is_relative_to(system / "fs" / "cgroup")]
+
+
+def cpu_quota(proc: Path = PROC, system: Path = SYSTEM) -> float | None:
+    """Cores' worth of time that this process may use: the smallest limit of its control groups; None without one."""
+    quotas = []
+    for folder in groups_around("cpu", proc, system):
+        for files in QUOTA:
+            if all((folder / file).exists() for file in files):
+                quota, period = " ".join((folder / file).read_text() for file in files).split()
+                quotas += [] if quota in ("max", "-1") else [int(quota) / int(period)]
+    return min(quotas, default=None)
+
+
 def free_memory(proc: Path = PROC, system: Path = SYSTEM) -> int | None:
     """Bytes that this process may still take: of the machine, or of its control group if that has less.
 
@@ -55,9 +74,7 @@ def free_memory(proc: Path = PROC, system: Path = SYSTEM) -> int | None:
     file = proc / "meminfo"
     match = re.search(r"MemAvailable:\s+(\d+) kB", file.read_text()) if file.exists() else None
     free = [] if match is None else [1024 * int(match[1])]
-    cgroup = cgroup_folder("memory", proc, system)
-    around = [] if cgroup is None else [cgroup, *cgroup.parents]  # a limit may be that of a group around it
-    for folder in (group for group in around if group.is_relative_to(system / "fs" / "cgroup")):
+    for folder in groups_around("memory", proc, system):
         for limit, usage, cached in MEMORY:
             if (folder / limit).exists() and (most := (folder / limit).read_text().strip()) != "max":
                 held = re.search(rf"^{cached} (\d+)$", (folder / "memory.stat").read_text(), re.MULTILINE)

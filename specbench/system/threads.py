@@ -6,6 +6,7 @@ a thread that was put to sleep holds up all the others. How idle threads wait is
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import sys
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from specbench.system.processes import own_cores
+from specbench.system.processes import cpu_quota, own_cores
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -71,8 +72,10 @@ def use_threads(
 
 
 def usable_cores() -> int:
-    """How many cores this process may compute on: its own, and no more than torch would take by itself."""
-    return min(len(own_cores()), torch.get_num_threads())
+    """How many cores this process may compute on: its own, within its quota, and no more than torch takes by itself."""
+    quota = cpu_quota()
+    within = () if quota is None else (math.ceil(quota),)
+    return min(len(own_cores()), torch.get_num_threads(), *within)
 
 
 def counts(most: int) -> list[int]:

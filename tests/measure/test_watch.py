@@ -83,6 +83,18 @@ def test_the_group_of_a_container_is_at_the_root_of_its_mount(kernel):
     assert "throttled" not in of(kernel).read()
 
 
+def test_a_quota_of_a_group_around_it(kernel):
+    around = kernel / "sys" / "fs" / "cgroup" / "user"
+    (around / "cpu.stat").write_text("usage_usec 9\nthrottled_usec 500000\n")
+    (around / "cpu.max").write_text("150000 100000\n")
+    (around / "me" / "cpu.max").write_text("max 100000\n")
+    (around.parent / "cpu.stat").write_text("usage_usec 99\n")
+    seen = of(kernel, 2)
+    assert seen.read()["throttled"] == (1.5 + 0.5) / 2
+    start = {"seconds": 0.0, "waited": 0.0}
+    assert seen.unfit(start, {"seconds": 1.0, "waited": 0.5}) == ["2 threads share a CPU quota of 1.5 cores"]
+
+
 def test_what_a_system_does_not_count_is_missing(tmp_path):
     seen = Watch(1, tmp_path, tmp_path)
     assert seen.read().keys() == {"seconds", "switches"} and seen.clock_mhz() is None and seen.heat() == {}

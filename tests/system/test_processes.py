@@ -1,4 +1,4 @@
-"""The memory that a process may still take, as the kernel's files tell it."""
+"""The memory that a process may still take, and its share of CPU time, as the kernel's files tell it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from specbench.system.processes import free_memory
+from specbench.system.processes import cpu_quota, free_memory
 
 
 @pytest.fixture
@@ -66,5 +66,28 @@ def test_a_limit_of_a_group_around_it(kernel):
     assert of(kernel) == 400_000
 
 
+def test_the_smallest_quota_of_the_groups_holds(kernel):
+    mount = kernel / "sys" / "fs" / "cgroup"
+    (mount / "pod" / "me").mkdir(parents=True)
+    (mount / "pod" / "me" / "cpu.stat").write_text("usage_usec 9\n")
+    (kernel / "proc" / "self" / "cgroup").write_text("0::/pod/me\n")
+    quotas = []
+    for folder, text in (("me", "max"), (".", "250000"), ("me", "400000"), ("me", "50000")):
+        (mount / "pod" / folder / "cpu.max").write_text(f"{text} 100000\n")
+        quotas.append(cpu_quota(kernel / "proc", kernel / "sys"))
+    assert quotas == [None, 2.5, 2.5, 0.5]
+
+
+def test_a_quota_of_the_older_kind_of_groups(kernel):
+    group = kernel / "sys" / "fs" / "cgroup" / "cpu" / "me"
+    group.mkdir(parents=True)
+    (kernel / "proc" / "self" / "cgroup").write_text("3:cpu,cpuacct:/me\n")
+    for file, text in (("stat", "nr_periods 1"), ("cfs_quota_us", "-1"), ("cfs_period_us", "100000")):
+        (group / f"cpu.{file}").write_text(f"{text}\n")
+    assert cpu_quota(kernel / "proc", kernel / "sys") is None
+    (group / "cpu.cfs_quota_us").write_text("150000\n")
+    assert cpu_quota(kernel / "proc", kernel / "sys") == 1.5
+
+
 def test_a_system_that_tells_nothing(tmp_path):
-    assert of(tmp_path) is None
+    assert of(tmp_path) is None and cpu_quota(tmp_path, tmp_path) is None

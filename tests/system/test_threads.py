@@ -75,6 +75,14 @@ def test_numbers_that_are_tried():
     )
 
 
+@pytest.mark.parametrize(("quota", "most"), [(None, 4), (8.0, 4), (1.5, 2), (0.5, 1)])
+def test_no_more_threads_than_a_quota_has_cores(monkeypatch, quota, most):
+    monkeypatch.setattr(threads, "own_cores", lambda: set(range(4)))
+    monkeypatch.setattr(threads, "cpu_quota", lambda: quota)
+    torch.set_num_threads(8)
+    assert threads.usable_cores() == most
+
+
 @pytest.mark.parametrize(
     ("seconds", "chosen"),
     [

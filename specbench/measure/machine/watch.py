@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from specbench.system.processes import PROC, SYSTEM, cgroup_folder, own_cores
+from specbench.system.processes import PROC, SYSTEM, cpu_quota, groups_around, own_cores
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -36,7 +36,8 @@ class Watch:
     - waited: its threads were ready and had no core; the mean over `threads`.
     - stolen: the hypervisor gave the cores to other guests; the mean over as many cores as compute, for an idle one
       loses nothing.
-    - throttled: its control group had used up its share of CPU time; likewise, as the kernel adds up the cores'.
+    - throttled: its control group, or one around it, had used up its share of CPU time; likewise, as the kernel adds up
+      the cores'.
     - others: CPU time of all other processes on these cores; those of its children are its own.
     - switches: times that a thread had to give way before it was done.
     - throttlings (`heat`): times that one of the cores was slowed for its heat.
@@ -50,9 +51,10 @@ class Watch:
     def __init__(self, threads: int = 1, proc: Path = PROC, system: Path = SYSTEM):
         self.threads = threads
         self._stat, self._tasks = proc / "stat", proc / "self" / "task"
-        self._cgroup = cgroup_folder("cpu", proc, system)
+        around = [group / "cpu.stat" for group in groups_around("cpu", proc, system)]
+        self._groups = [file for file in around if file.exists()]
         self._cores = own_cores()
-        self._quota = cpu_quota(self._cgroup)  # read once: a slice is too short for it
+        self._quota = cpu_quota(proc, system)  # read once: a slice is too short for it
         devices = system / "devices" / "system" / "cpu"
         self._heat = [devices / f"cpu{core}/thermal_throttle/core_throttle_count" for core in self._cores]
         self._heat = [file for file in self._heat if file.exists()]
@@ -93,10 +95,9 @@ class Watch:
             busy, stolen = cpu_seconds
             counters["stolen"] = stolen / computing
             counters["others"] = busy - time.process_time() - self._seconds_of_children()
-        if self._cgroup is not None:
-            throttled = _throttled(self._cgroup / "cpu.stat")
-            if throttled is not None:
-                counters["throttled"] = throttled / computing
+        throttled = [seconds for file in self._groups if (seconds := _throttled(file)) is not None]
+        if throttled:
+            counters["throttled"] = sum(throttled) / computing
         return counters
 
     def heat(self) -> Counters:
@@ -188,17 +189,6 @@ class Watch:
                 times = child.cpu_times()
                 self._spent_by[child.pid] = times.user + times.system
         return sum(self._spent_by.values())
-
-
-def cpu_quota(cgroup: Path | None) -> float | None:
-    """Cores' worth of time that a control group may use; None without a limit."""
-    if cgroup is None:
-        return None
-    for files in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
-        if all((cgroup / file).exists() for file in files):
-            quota, period = " ".join((cgroup / file).read_text() for file in files).split()
-            return None if quota in ("max", "-1") else int(quota) / int(period)
-    return None
 
 
 def between(before: Counters, after: Counters) -> Counters:
