@@ -23,8 +23,8 @@ FAULTS = (
         "a prefix cache is not seen",
         "engines",
         "specbench/engines/served.py",
-        "    if reply.cached_tokens:\n",
-        "    if reply.cached_tokens is False:\n",
+        "    if reply.cached_tokens:\n        raise",
+        "    if reply.cached_tokens is False:\n        raise",
         ("tests/engines/test_served.py",),
     ),
     Fault(
