@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch._inductor
 from transformers import PreTrainedModel
 
 from specbench.decoding.cpu import compiled_layers, packed_linear
+from specbench.decoding.cpu.native import COMPILERS
 from specbench.decoding.cpu.packed_linear import JoinedLinear, by_columns, packed_weights
 from specbench.decoding.kv_cache import ForwardContext
 from specbench.decoding.model.graphs import Options, set_options
@@ -216,6 +219,33 @@ def test_a_trace_leaves_other_layers_alone():
     expected = other.layers[0].mlp(states)
     with target.stack.compiled[0]._traceable(lambda *_, **__: None):
         assert torch.equal(other.layers[0].mlp(states), expected)
+
+
+@pytest.mark.parametrize(
+    ("command", "programs"),
+    [(["clang++"], ("clang++",)), (["ccache", "g++"], COMPILERS), (["g++", "-m64"], COMPILERS)],
+)
+def test_layers_are_compiled_by_what_has_compiled_the_kernels(monkeypatch, command, programs):
+    """Torch's compiler takes no arguments, and by itself looks for g++ alone."""
+    asked = {}
+
+    def compile(*_, dynamic_shapes, options):
+        asked.update(options["config_patches"])
+        raise NotImplementedError
+
+    monkeypatch.setattr(compiled_layers, "compiler", lambda: command)
+    monkeypatch.setattr(torch._inductor, "standalone_compile", compile)
+    with pytest.raises(NotImplementedError):
+        compiled_layers._compile(SimpleNamespace(code=""), [], "a layer")
+    assert asked["cpp.cxx"] == programs
+
+
+def test_of_what_a_compiler_prints_the_first_error_is_told():
+    lines = ["C++ compile error", "Command:", "g++ -Werror x.cpp", "In file included from x.cpp:1:"]
+    lines += ["x.h:1:10: fatal error: Python.h: No such file or directory", "x.h:2:1: error: 'y' is no type"]
+    told = compiled_layers._reason(RuntimeError("\n".join(lines)))
+    assert told == "x.h:1:10: fatal error: Python.h: No such file or directory"
+    assert compiled_layers._reason(RuntimeError("no operation\nat all")) == "RuntimeError: no operation"
 
 
 def test_each_processor_has_a_folder_and_each_set_of_its_instructions(monkeypatch):

@@ -8,6 +8,7 @@ import mmap
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -239,7 +240,7 @@ def test_another_source_compiler_or_torch_is_another_library(tmp_path, monkeypat
 
 
 def test_an_old_compiler_is_refused_by_its_version():
-    compiler = native._compiler()
+    compiler = native.compiler()
     if not compiler or "clang" in compiler[0]:
         pytest.skip("there is no g++")
     old = ("-fsyntax-only", "-x", "c++", "-U__GNUC__", "-D__GNUC__=11")
@@ -248,8 +249,32 @@ def test_an_old_compiler_is_refused_by_its_version():
     assert ran.returncode and "g++ 12 or newer is needed" in ran.stderr
 
 
+def test_a_compiler_that_fails_hides_no_other(tmp_path, monkeypatch):
+    """And is not tried again where another one has compiled the kernels."""
+    tried, loaded = [], []
+
+    def compile(compiler: list[str], library: Path) -> None:
+        tried.append(compiler)
+        if compiler == ["g++"]:
+            raise UserError("kernels cannot be compiled: g++ 12 or newer is needed")
+        library.touch()
+
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("SPECBENCH_CACHE", str(tmp_path))
+    monkeypatch.setattr(shutil, "which", lambda name: name)
+    monkeypatch.setattr(native, "_digest", lambda compiler: compiler[0])
+    monkeypatch.setattr(native, "_compile", compile)
+    monkeypatch.setattr(torch.ops, "load_library", loaded.append)
+    monkeypatch.setattr(torch.library, "register_fake", lambda *_: None)
+    for _ in range(2):
+        assert native.load.__wrapped__() == (["clang++"], None)
+    assert tried == [["g++"], ["clang++"]] and loaded == [str(tmp_path / "kernels" / "clang++.so")] * 2
+    monkeypatch.setattr(native, "COMPILERS", ("g++",))
+    assert native.load.__wrapped__() == ([], "kernels cannot be compiled: g++ 12 or newer is needed")
+
+
 def test_what_does_not_compile_leaves_nothing_behind(tmp_path, monkeypatch):
-    compiler = native._compiler()
+    compiler = native.compiler()
     if not compiler:
         pytest.skip("there is no C++ compiler")
     (tmp_path / "broken.cpp").write_text("int main( {")

@@ -20,7 +20,7 @@ import torch
 from specbench.decoding.cpu.grouped_attention import NAME as GROUPED
 from specbench.decoding.cpu.grouped_attention import attending, grouped_attention_config, is_plain
 from specbench.decoding.cpu.lean_modules import M, lean_copy
-from specbench.decoding.cpu.native import MOST_TOKENS, has_kernel, processor
+from specbench.decoding.cpu.native import COMPILERS, MOST_TOKENS, compiler, has_kernel, processor
 from specbench.decoding.cpu.packed_linear import JoinedLinear, PackedLinear, packed_weights
 from specbench.system.errors import one_line, warn
 from specbench.system.files import make_folder
@@ -165,7 +165,7 @@ class CompiledLayer(torch.nn.Module):
             compiled = traced.function, self._attention(traced, expected)
             output = self._call(*compiled, states, arguments)
         except Exception as error:  # noqa: BLE001 - whatever a family's layer or the compiler meets
-            _warn_once(f"{type(self.layer).__name__} is not compiled: {one_line(error)}")
+            _warn_once(f"{type(self.layer).__name__} is not compiled: {_reason(error)}")
             error.__traceback__ = None  # it is kept, and its frames hold the cache
             return expected
         apart = (output - expected).abs().max() / expected.abs().max()
@@ -359,6 +359,12 @@ def _warn_once(text: str) -> None:
     warn(text)
 
 
+def _reason(error: Exception) -> str:
+    """What went wrong, in one line: where a C++ compiler failed, the first error that it names."""
+    named = (line.strip() for line in str(error).splitlines() if "error:" in line)
+    return next(named, one_line(error))
+
+
 def _tensors(layer: torch.nn.Module) -> tuple[list[str], list[torch.Tensor]]:
     """All other tensors of a layer, with their names: the function's inputs, so that layers can share it."""
     matrices = {id(part.weight) for part in layer.modules() if isinstance(part, JoinedLinear | PackedLinear)}
@@ -419,12 +425,14 @@ def _compile(graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], label:
         return programs[-1]
 
     config.compile_threads = 1
+    # It takes the name of a program, and of several the first that there is.
+    cxx = tuple(compiler()) if len(compiler()) == 1 else COMPILERS
     shapes = [(str(part.dtype), *map(str, part.shape)) for part in inputs]
-    digest = hashlib.sha256(str((torch.__version__, graph.code, shapes)).encode()).hexdigest()[:16]
+    digest = hashlib.sha256(str((torch.__version__, cxx, graph.code, shapes)).encode()).hexdigest()[:16]
     done = folder / f"{digest}.done"
     if not done.exists():
         print(f"compiling {label} for this processor, once: up to a minute", file=sys.stderr, flush=True)
-    options = {"config_patches": OPTIONS, "inner_compile": compiled}
+    options = {"config_patches": OPTIONS | {"cpp.cxx": cxx}, "inner_compile": compiled}
     with of_autograd.patch(enable_autograd_cache=False):  # what it has is wrapped already
         standalone_compile(graph, [*inputs], dynamic_shapes="from_graph", options=options)
     done.touch()

@@ -39,30 +39,44 @@ SECONDS = 600  # that the compiler may take
 SWITCH = "SPECBENCH_KERNELS"  # an environment variable; 0: none are compiled or loaded
 
 
-@cache
 def reason() -> str | None:
-    """Loads the kernels, and compiles them where that was not done yet.
+    """None where the kernels can be called, as `torch.ops.specbench`; otherwise why not, in a few words."""
+    return load()[1]
 
-    Returns:
-        None where they can be called, as `torch.ops.specbench`; otherwise why not, in a few words.
-    """
+
+def compiler() -> list[str]:
+    """What the kernels were compiled with, a command; [] without kernels."""
+    return load()[0]
+
+
+@cache
+def load() -> tuple[list[str], str | None]:
+    """Loads the kernels, and compiles them where that was not done yet; returns `compiler` and `reason`."""
     if os.environ.get(SWITCH) == "0":
-        return f"{SWITCH}=0"
-    compiler = _compiler()
-    if not compiler:
-        named = os.environ.get("CXX")
-        return f"$CXX={named} is no C++ compiler" if named else "there is no C++ compiler"
-    try:
-        torch.ops.load_library(str(_compiled(compiler)))
-    except UserError as error:
-        return str(error)
-    except OSError as error:
-        return one_line(error)
+        return [], f"{SWITCH}=0"
+    reasons = []
+    # First what is compiled already: a compiler that fails would do so in every process.
+    for command in sorted(_compilers(), key=lambda command: not _library(command).exists()):
+        try:
+            torch.ops.load_library(str(_compiled(command)))
+        except UserError as error:
+            reasons.append(str(error))
+        except OSError as error:
+            reasons.append(one_line(error))
+        else:
+            _register_shapes()
+            return command, None
+    named = os.environ.get("CXX")
+    nothing = f"$CXX={named} is no C++ compiler" if named else "there is no C++ compiler"
+    return [], next(iter(reasons), nothing)
+
+
+def _register_shapes() -> None:
+    """Says what the kernels return where a layer is traced."""
     for name in ("product", "layer_product"):
         torch.library.register_fake(f"specbench::{name}", _shape_of_product)
     for name in ("attend", "layer_attend"):
         torch.library.register_fake(f"specbench::{name}", _shape_of_attention)
-    return None
 
 
 def _shape_of_product(states: torch.Tensor, *rest: Any) -> torch.Tensor:
@@ -85,10 +99,10 @@ def _available() -> bool:
     return reason() is None
 
 
-def _compiler() -> list[str]:
-    """A C++ compiler that there is, with arguments: $CXX, or one of `COMPILERS`; [] for none."""
+def _compilers() -> list[list[str]]:
+    """The C++ compilers that there are, with arguments: $CXX, or those of `COMPILERS`."""
     commands = map(shlex.split, [os.environ["CXX"]] if os.environ.get("CXX") else COMPILERS)
-    return next((command for command in commands if command and shutil.which(command[0])), [])
+    return [command for command in commands if command and shutil.which(command[0])]
 
 
 def _compiled(compiler: list[str]) -> Path:
@@ -97,8 +111,8 @@ def _compiled(compiler: list[str]) -> Path:
     Raises:
         UserError: it cannot be compiled, or the cache cannot be written.
     """
-    folder = make_folder(cache_folder() / KERNELS)
-    library = folder / f"{_digest(compiler)}.so"
+    library = _library(compiler)
+    folder = make_folder(library.parent)
     if library.exists():
         return library
     with lock_folder(folder, "filled", wait=True):
@@ -106,6 +120,10 @@ def _compiled(compiler: list[str]) -> Path:
             print("compiling kernels for this processor, once: up to a minute", file=sys.stderr, flush=True)
             _compile(compiler, library)
     return library
+
+
+def _library(compiler: list[str]) -> Path:
+    return cache_folder() / KERNELS / f"{_digest(compiler)}.so"
 
 
 def _digest(compiler: list[str]) -> str:
