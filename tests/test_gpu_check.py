@@ -51,23 +51,27 @@ def test_a_pair_is_configured_as_by_hydra(pair):
     assert pair_settings(pair, init="expanded") == OmegaConf.to_container(embedded(cfg), resolve=True)
 
 
+def on_a_bare_machine(tmp_path, *command: str) -> subprocess.CompletedProcess:
+    """Runs Python where nothing that is `MISSING` can be imported."""
+    for name in MISSING:
+        (tmp_path / "missing" / name).mkdir(parents=True)
+        (tmp_path / "missing" / name / "__init__.py").write_text(f"raise ModuleNotFoundError('no {name}')\n")
+    env = os.environ | {"PYTHONPATH": f"{tmp_path / 'missing'}{os.pathsep}{ROOT}"}
+    return subprocess.run([sys.executable, *command], cwd=ROOT, env=env, capture_output=True, text=True)
+
+
+@pytest.mark.process
+def test_every_method_is_imported_with_torch_and_transformers_alone(tmp_path):
+    done = on_a_bare_machine(tmp_path, "-c", "from tests.benchmarks.gpu.answers import alone; print(alone())")
+    assert done.returncode == 0 and "'rest'" in done.stdout, done.stderr[-2000:]
+
+
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.process
 def test_the_check_runs_with_torch_and_transformers_alone(tmp_path):
-    for name in MISSING:
-        (tmp_path / "missing" / name).mkdir(parents=True)
-        (tmp_path / "missing" / name / "__init__.py").write_text(f"raise ModuleNotFoundError('no {name}')\n")
-    command = [sys.executable, "-m", "tests.benchmarks.gpu", "--device", "cpu", "--small", "--together"]
-    command += ["--minutes", "600"]
-    path = f"{tmp_path / 'missing'}{os.pathsep}{ROOT}"
-    done = subprocess.run(
-        [*command, "--out", str(tmp_path)],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-    )
+    command = ["-m", "tests.benchmarks.gpu", "--device", "cpu", "--small", "--together", "--minutes", "600"]
+    done = on_a_bare_machine(tmp_path, *command, "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr[-2000:]
     lines = [json.loads(line) for line in (tmp_path / check.RESULTS).read_text().splitlines()]
     figures = [line for line in lines if "name" in line]

@@ -8,7 +8,6 @@ from itertools import count, dropwhile, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-import hydra
 from tqdm import tqdm
 
 from specbench.data.contamination import MeasuredTexts, Screen
@@ -162,7 +161,9 @@ def check_source(source: str | None, pair_cfg: DictConfig) -> None:
 def own_text(pair_cfg: DictConfig, seed: int, held_out: bool = False) -> Iterator[Messages]:
     """A pair's own conversations (`pair.training`), without end. Raises UserError where it brings none."""
     check_source(None, pair_cfg)
-    return hydra.utils.instantiate(pair_cfg.training, seed=2 * seed + held_out)
+    from hydra.utils import instantiate  # late: the check of a GPU, which reads methods, does without
+
+    return instantiate(pair_cfg.training, seed=2 * seed + held_out)
 
 
 def is_file(source: str) -> bool:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from omegaconf import OmegaConf
 from safetensors import SafetensorError
 from tqdm import tqdm
 
@@ -264,6 +263,8 @@ def data_of(cfg: DictConfig) -> str:
 
 def training_pair(pair_cfg: DictConfig) -> DictConfig:
     """The pair as trainers load it: in bfloat16 where it is float16, in which gradients through the head vanish."""
+    from omegaconf import OmegaConf  # late: as in `conversations`
+
     changed = {"dtype": "bfloat16"} if pair_cfg.dtype == "float16" else {}
     return cast("DictConfig", OmegaConf.merge(pair_cfg, changed))
 
