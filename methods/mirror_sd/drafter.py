@@ -115,7 +115,7 @@ class MirrorSD(BranchingDrafter):
             CUDA.
         draft_device: device of the draft model; None: the target's.
         draft_cores: cores of a process.
-        worker_timeout: seconds to wait for an answer of the worker.
+        worker_timeout: seconds to wait for an answer of the worker, without those in which passes are captured.
         weights: folder with the embeddings of the streams that the draft model was trained with; None: it has none.
         vocab_map: folder of a vocabulary map, for a trimmed head; see `methods.common.heads`.
         vocab_size: the size of the trimmed head; None for all tokens of the map.
