@@ -1,6 +1,6 @@
 """The configuration of pairs and methods, read from conf/ without Hydra.
 
-It reads what these files use: `defaults` with other files, and four kinds of `${...}`. A test compares it with what
+It reads what these files use: `defaults` with other files, and five kinds of `${...}`. A test compares it with what
 Hydra composes.
 """
 
@@ -58,6 +58,7 @@ def pair_settings(name: str, **changes: Any) -> Settings:
     Expanded from the embedded family (`init="expanded"`), it has that family's models and trained parts.
     """
     own = read("pair", name)[0]
+    own = {key: _of_the_model(value, own) for key, value in own.items()}
     if changes.get("init") == "expanded" and not own["target"].startswith("specbench/"):
         kept = {key: own[key] for key in ("name", "target_shape", "draft_shape", "dtype")}
         own = read("pair", EMBEDDED)[0] | kept
@@ -115,6 +116,14 @@ def _merged(first: dict, second: dict) -> dict:
         deeper = isinstance(value, dict) and isinstance(both.get(key), dict)
         both[key] = _merged(both[key], value) if deeper else value
     return both
+
+
+def _of_the_model(value: Any, own: dict) -> Any:
+    """A setting of a pair that belongs to one model, without `${only_of:...}`."""
+    one = re.fullmatch(r"\$\{only_of:\$\{\.(\w+)\},([^,]+),([^,]+)\}", str(value))
+    if one is None:
+        return value
+    return yaml.safe_load(one[3]) if own[one[1]] == one[2] else None
 
 
 def _resolved(value: Any, own: dict, pair: Settings, vocab: dict) -> Any:
