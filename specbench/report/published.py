@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import cast
 
-import pandas as pd
 from omegaconf import OmegaConf
 
 from specbench.data.question_files import TASKS
-from specbench.system.errors import UserError, suggest
 
 FILE = Path(__file__).with_suffix(".yaml")
 HANDS = ("first", "second")
@@ -96,35 +94,18 @@ class Published:
             raise ValueError(f"ratio and against go together: {self}")
 
 
-def published(method: str | None = None) -> list[Published]:
-    """The rows of a method, or all. Raises UserError for a method of which no paper's figures are known."""
-    rows = _load()
-    if method is None:
-        return list(rows)
-    method_rows = [row for row in rows if row.method == method]
-    if not method_rows:
-        raise UserError(
-            f"no published figures of {method!r}: {suggest(method, {row.method for row in rows})}"
-        )
-    return method_rows
-
-
 def beside(methods: Iterable[str]) -> list[Published]:
     """The rows that belong beside measured ones of `methods`, in their order: the methods as published, no ablations.
 
     A method may have none.
     """
     names = dict.fromkeys(name for method in methods for name in (method, *ALIASES.get(method, ())))
-    return [row for name in names for row in _load() if row.method == name and not row.ablation]
-
-
-def frame() -> pd.DataFrame:
-    """All rows: a column per field of `Published`."""
-    return pd.DataFrame([asdict(row) for row in _load()])
+    return [row for name in names for row in all_rows() if row.method == name and not row.ablation]
 
 
 @cache
-def _load() -> tuple[Published, ...]:
+def all_rows() -> tuple[Published, ...]:
+    """Every row of the file."""
     # OmegaConf and not plain YAML, where a key that stands twice would be taken in silence.
     nodes = cast("list[dict]", OmegaConf.to_container(OmegaConf.load(FILE)))
     return tuple(row for node in nodes for row in rows_of(node, {}))
