@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -43,20 +43,15 @@ def break_evens(summaries: Iterable[Mapping]) -> dict[str, Curve]:
 
     Of runs that differ in nothing the last counts. A draft length and batch size with a single acceptance has no entry.
     """
-    chosen = [
-        summary
-        for summary in summaries
-        if _setting(summary, ACCEPTANCE) is not None and _settings(summary).get(LENGTH_GIVEN) is None
-    ]
-    chosen = [s for s in chosen if _setting(s, LENGTH) is not None and s["overall"]["speedup"] is not None]
+    chosen = [summary for summary in summaries if _has_acceptance(summary)]
     names = labels(map(_reduced, chosen), without=("batch_size", "pair", "limit"))
     speedups: dict[str, dict[tuple[int, int], dict[float, Mapping]]] = {}
     for label, pair, summary in zip(names, pair_names(chosen), chosen):
-        cost = _settings(summary).get(COST)
+        settings = _settings(summary)
+        cost = settings.get(COST)
         name = f"{label}{f' at the cost of {cost}' if cost else ''}, {pair}"
-        at = int(_setting(summary, LENGTH) or 0), summary["batch_size"]
-        of_name = speedups.setdefault(name, {}).setdefault(at, {})
-        of_name[_setting(summary, ACCEPTANCE) or 0.0] = summary["overall"]
+        at = settings[LENGTH], summary["batch_size"]
+        speedups.setdefault(name, {}).setdefault(at, {})[settings[ACCEPTANCE]] = summary["overall"]
     curves = {
         name: {at: _of_runs(of_name[at], at[0]) for at in sorted(of_name) if len(of_name[at]) > 1}
         for name, of_name in speedups.items()
@@ -103,28 +98,25 @@ def crossing(points: Mapping[float, float], draft_length: int) -> float:
 
 def _of_runs(overall: Mapping[float, Mapping], draft_length: int) -> BreakEven:
     def at(key: str) -> float | None:
-        ends = {acceptance: numbers[key] for acceptance, numbers in overall.items()}
-        return None if None in ends.values() else crossing(ends, draft_length)
+        speedups = {acceptance: numbers[key] for acceptance, numbers in overall.items()}
+        return None if None in speedups.values() else crossing(speedups, draft_length)
 
-    value = crossing(
-        {acceptance: numbers["speedup"] for acceptance, numbers in overall.items()}, draft_length
-    )
+    value = cast("float", at("speedup"))  # every run has one
     return BreakEven(value, at("speedup_high"), at("speedup_low"), (min(overall), max(overall)))
 
 
 def _settings(summary: Mapping) -> dict:
     """The settings of whatever drafts."""
     settings = summary["settings"]
-    drafter_settings = {
-        key.removeprefix("drafter."): value for key, value in settings.items() if "drafter." in key
-    }
-    return drafter_settings or settings
+    of_drafter = {k.removeprefix("drafter."): v for k, v in settings.items() if k.startswith("drafter.")}
+    return of_drafter or settings
 
 
-def _setting(summary: Mapping, name: str) -> float | None:
-    """A number among the settings of whatever drafts; None without one."""
-    value = _settings(summary).get(name)
-    return value if type(value) in (int, float) else None
+def _has_acceptance(summary: Mapping) -> bool:
+    """Whether a run has a chosen acceptance, a draft length and a speedup."""
+    settings = _settings(summary)
+    numbers = all(type(settings.get(name)) in (int, float) for name in (ACCEPTANCE, LENGTH))
+    return numbers and settings.get(LENGTH_GIVEN) is None and summary["overall"]["speedup"] is not None
 
 
 def _reduced(summary: Mapping) -> dict:
