@@ -46,27 +46,19 @@ WIDEST = 44  # characters in a line of a label
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999933")
 MARKERS = "osD^vP*X<>"
 UNKNOWN_PARTS = "not told apart"  # of the time of a token
-HATCHES = {
-    "draft": "//",
-    "verify": "",
-    "alignment": "xx",
-    "prefill": "..",
-    "other": "\\\\",
-    UNKNOWN_PARTS: "++",
-}
-PARTS = {
-    "draft": PALETTE[1],
-    "verify": PALETTE[5],
-    "alignment": PALETTE[3],
-    "prefill": PALETTE[4],
-    "other": "#DDDDDD",
-    UNKNOWN_PARTS: "#FFFFFF",
+PARTS = {  # colour and hatch
+    "draft": (PALETTE[1], "//"),
+    "verify": (PALETTE[5], ""),
+    "alignment": (PALETTE[3], "xx"),
+    "prefill": (PALETTE[4], ".."),
+    "other": ("#DDDDDD", "\\\\"),
+    UNKNOWN_PARTS: ("#FFFFFF", "++"),
 }
 ROUND_COSTS = (1, 1.25, 1.5, 2, 3)
 # What is counted in rounds is held against the speedup of the rounds alone.
 OF_ROUNDS, OF_ROUNDS_LABEL = "decode_speedup", "speedup without prefill (95 % interval)"
 LOOK: Any = {"font.size": 9, "axes.grid": True, "grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False,
-        "axes.axisbelow": True, "legend.frameon": False, "svg.fonttype": "path", "hatch.linewidth": 0.5,
+        "axes.axisbelow": True, "legend.frameon": False, "hatch.linewidth": 0.5,
         "text.parse_math": False}  # fmt: skip
 
 
@@ -184,7 +176,10 @@ def acceptance_and_speedup(runs: list[PlottedRun]) -> Figure | None:
         _points(axes, run, [(run.overall, run.overall["acceptance_length"])], what=OF_ROUNDS)
     right = 1.15 * max(run.overall["acceptance_length"] for run in runs)
     top = 1.15 * max(run.overall[f"{OF_ROUNDS}_high"] or run.overall[OF_ROUNDS] for run in runs)
-    _rays(axes, right, top, {f"{cost:g}": 1 / cost for cost in ROUND_COSTS})
+    for cost in ROUND_COSTS:  # a line through the origin, named where it leaves the plot
+        axes.plot([0, right], [0, right / cost], color="grey", linewidth=0.7, linestyle="--", zorder=0)
+        x = min(right, top * cost)
+        axes.annotate(f"{cost:g}", (x, x / cost), fontsize=9, color="black", ha="right", va="top")
     axes.axhline(1, color="black", linewidth=1)
     axes.set(
         xlim=(min(0.9, right), right), ylim=(0, top), xlabel="acceptance length (tokens per target pass)"
@@ -220,10 +215,10 @@ def time_by_part(runs: list[PlottedRun]) -> Figure | None:
         return None
     axes = _axes(7, 1.4 + 0.35 * len(runs))
     left, spent = np.zeros(len(runs)), [_milliseconds(run.overall) for run in runs]
-    for part, colour in PARTS.items():
+    for part, (colour, hatch) in PARTS.items():
         widths = np.array([parts.get(part, 0.0) for parts in spent])
         if widths.any():
-            axes.barh(range(len(runs)), widths, left=left, color=colour, hatch=HATCHES[part], label=part,
+            axes.barh(range(len(runs)), widths, left=left, color=colour, hatch=hatch, label=part,
                       edgecolor="black", linewidth=0.5, height=0.6)  # fmt: skip
             left += widths
     rates = [baseline_rate(run.summary["baseline"]) for run in runs]
@@ -406,15 +401,9 @@ def regimes(summaries: Iterable[dict]) -> Figure | None:
         values = [one[OF_ROUNDS] for one in comparable.values()]
         bars = _error_bars(comparable.values(), OF_ROUNDS)
         speedups.errorbar(list(comparable), values, yerr=bars, capsize=2, **style)
-        speedups.plot(
-            list(comparable),
-            [one["mbsu"] for one in comparable.values()],
-            "--",
-            color=style["color"],
-            linewidth=1,
-        )
-        shares = [one[OF_ROUNDS] / one["mbsu"] for one in comparable.values()]
-        reached.plot(list(comparable), shares, label=name, **style)
+        mbsu = [one["mbsu"] for one in comparable.values()]
+        speedups.plot(list(comparable), mbsu, "--", color=style["color"], linewidth=1)
+        reached.plot(list(comparable), np.divide(values, mbsu), label=name, **style)
     more = _other_models(of_other_models(summaries, by_label), list(drafting), (bandwidth, speedups, reached))
     speedups.plot([], [], "--", color="grey", linewidth=1, label="MBSU")
     speedups.legend(fontsize=7, loc="upper left")
@@ -449,14 +438,15 @@ def _other_models(
         MB of weights that a pass of each reads.
     """
     bandwidth, speedups, reached = panels
+    sizes = []
     for name, runs in models.items():
         size = next(iter(runs.values()))["target_pass_bytes"] / 1e6
+        sizes.append(size)
         shares = [run["baseline"]["bandwidth_fraction"] for run in runs.values()]
         if measured_shares := [share for share in shares if share is not None]:
-            bandwidth.plot([size], [median(measured_shares)], "*", color=PALETTE[6], markersize=9)
-            bandwidth.annotate(
-                name, (size, median(measured_shares)), (0, 6), textcoords="offset points", ha="center", size=6
-            )
+            at = size, median(measured_shares)
+            bandwidth.plot(*at, "*", color=PALETTE[6], markersize=9)
+            bandwidth.annotate(name, at, (0, 6), textcoords="offset points", ha="center", size=6)
         for label, run in runs.items():
             numbers = run["overall"]
             if label not in lines or not numbers[OF_ROUNDS]:
@@ -466,7 +456,7 @@ def _other_models(
             speedups.errorbar([size], [numbers[OF_ROUNDS]], yerr=bars, linestyle="", capsize=2, **style)
             if numbers["mbsu"]:
                 reached.plot([size], [numbers[OF_ROUNDS] / numbers["mbsu"]], linestyle="", **style)
-    return [next(iter(runs.values()))["target_pass_bytes"] / 1e6 for runs in models.values()]
+    return sizes
 
 
 def _drafts(sizes: Mapping[int, Mapping]) -> bool:
@@ -558,22 +548,13 @@ def _break_even_line(
     for size, one in points.items():
         x = size * apart
         if one.low is not None and one.high is not None:
-            span = [min(max(end, limits[0]), limits[1]) for end in (one.low, one.high)]
+            span = np.clip([one.low, one.high], *limits)
             axes.plot([x, x], span, color=look["color"], linewidth=1.2)
         if not math.isfinite(one.acceptance):
-            above = one.acceptance > 0
-            measured = one.measured[1 if above else 0]
-            y = (measured + limits[1 if above else 0]) / 2
-            shape = {"marker": "^" if above else "v", "fillstyle": "none", "linestyle": ""}
+            side = int(one.acceptance > 0)  # below, or above
+            y = (one.measured[side] + limits[side]) / 2
+            shape = {"marker": "v^"[side], "fillstyle": "none", "linestyle": ""}
             axes.plot([x], [y], **look | shape, markersize=6)
-
-
-def _rays(axes: Axes, right: float, top: float, slopes: dict[str, float]) -> None:
-    """Lines through the origin, each named where it leaves the plot."""
-    for name, slope in slopes.items():
-        axes.plot([0, right], [0, slope * right], color="grey", linewidth=0.7, linestyle="--", zorder=0)
-        x, y = (right, slope * right) if slope * right < top else (top / slope, top)
-        axes.annotate(name, (x, y), fontsize=9, color="black", ha="right", va="top")
 
 
 def _legend(axes: Axes) -> Figure:
@@ -599,8 +580,7 @@ def _wrapped(label: str) -> str:
 
 def _milliseconds(overall: dict) -> dict[str, float]:
     """Milliseconds per token by part; what is in no part is other, or not told apart where a part is not known."""
-    names = {"draft": "draft_seconds", "verify": "verify_seconds", "prefill": "prefill_seconds"}
-    seconds = {part: overall[key] for part, key in names.items()}
+    seconds = {part: overall[f"{part}_seconds"] for part in ("draft", "verify", "prefill")}
     rest = UNKNOWN_PARTS if None in seconds.values() else "other"
     parts = {part: value or 0.0 for part, value in seconds.items()}
     parts["alignment"] = overall["align_seconds"] or 0.0  # which single sequences do not have
