@@ -59,25 +59,17 @@ def steps_frame(records: list[dict]) -> pd.DataFrame:
     """
     rows: list[tuple] = []
     for keys, turn, generation in _generations(records):
-        prompt = generation.get(
-            "prompt_tokens", turn["prompt_tokens"]
-        )  # older runs have one number for all arms
-        steps = zip(_places(generation["steps"]), _rows(generation["steps"]))
-        rows += [(*keys, i, place, prompt + place, *values) for i, (place, values) in enumerate(steps)]
+        # Older runs have one number for all arms.
+        prompt = generation.get("prompt_tokens", turn["prompt_tokens"])
+        steps = generation["steps"]
+        # New tokens that there were before each round; the first of an answer comes from the prefill.
+        places = accumulate(steps["emitted"], initial=1)
+        rounds = zip(places, zip(*(steps[name] for name in STEP_COLUMNS), strict=True))
+        rows += [(*keys, i, place, prompt + place, *values) for i, (place, values) in enumerate(rounds)]
     types = KEYS | PLACE_COLUMNS | STEP_COLUMNS
     frame = pd.DataFrame(rows, columns=list(types))
     types |= {name: "float64" for name in UNTOLD if frame[name].isna().any()}
     return frame.astype(types)
-
-
-def _places(steps: dict[str, list]) -> Iterator[int]:
-    """New tokens that there were before each round; the first of an answer comes from the prefill."""
-    return accumulate(steps["emitted"], initial=1)
-
-
-def _rows(steps: dict[str, list]) -> Iterator[tuple]:
-    """The values of STEP_COLUMNS of each round."""
-    return zip(*(steps[name] for name in STEP_COLUMNS), strict=True)
 
 
 def stat(rounds: pd.DataFrame, name: str) -> pd.Series:
@@ -96,14 +88,5 @@ def _generations(records: list[dict]) -> Iterator[tuple[tuple, dict, dict]]:
     for record in records:
         for turn in record["turns"] if record["question_id"] not in failed else ():
             for arm, [generation] in turn["arms"].items():
-                keys = (
-                    record["question_id"],
-                    record["task"],
-                    record["category"],
-                    record["pool"],
-                    turn["turn"],
-                    arm,
-                    record["repeat"],
-                    record["process"],
-                )
-                yield keys, turn, generation
+                keys = record | turn | {"arm": arm}
+                yield tuple(keys[name] for name in KEYS), turn, generation
