@@ -174,18 +174,17 @@ def _difference(run_dir: Path, config: dict, code: dict) -> str | None:
     if _canonical(read_config(run_dir)) != _canonical(config):
         return "it was made for another configuration"
     before = read_json(run_dir / CODE)
-    for what, keys in (("code", ("source_sha256", "method_sha256")), ("questions", ("questions_sha256",))):
-        if any(before.get(key) != code[key] for key in keys):
-            return f"the {what} {'has' if what == 'code' else 'have'} changed since"
-    return None
+    changed = {key for key in code if before.get(key) != code[key]}
+    if changed - {"questions_sha256"}:
+        return "the code has changed since"
+    return "the questions have changed since" if changed else None
 
 
 def _given_folder(run_dir: Path, config: dict, code: dict) -> Path:
     make_folder(run_dir)
     if not any(run_dir.iterdir()):
         return _start(run_dir, config, code)
-    difference = _difference(run_dir, config, code)
-    if difference:
+    if difference := _difference(run_dir, config, code):
         raise UserError(f"run_dir={run_dir} cannot go on: {difference}; name another folder, or none")
     return run_dir
 
@@ -322,24 +321,21 @@ def spec_bench_answers(records: list[dict], arm: str, config: dict) -> list[dict
         if any(record["error"] is not None for record in repeats):
             continue
         last = repeats[-1]
-        choices = [  # records of older folders hold several repeats each
-            (record["turns"], i) for record in repeats for i in range(len(record["turns"][0]["arms"][arm]))
-        ]
         answers.append(
             {
                 "question_id": question_id,
                 "category": last["category"],
                 "answer_id": uuid.uuid5(uuid.NAMESPACE_OID, f"{model_id} {last['tstamp']} {question_id}").hex,
                 "model_id": model_id,
-                "choices": [_choice(turns, arm, i, index) for index, (turns, i) in enumerate(choices)],
+                "choices": [_choice(record["turns"], arm, index) for index, record in enumerate(repeats)],
                 "tstamp": last["tstamp"],
             }
         )
     return answers
 
 
-def _choice(turns: list[dict], arm: str, repeat: int, index: int) -> dict:
-    generations = [turn["arms"][arm][repeat] for turn in turns]
+def _choice(turns: list[dict], arm: str, index: int) -> dict:
+    generations = [turn["arms"][arm][0] for turn in turns]
     emitted = [generation["steps"]["emitted"] for generation in generations]
     return {
         "index": index,
