@@ -83,7 +83,7 @@ class DraftLayer(CachedLayer):
 
     Args:
         config: one layer; hidden size, heads, eps and rotary settings are used.
-        layer: called with states, `position_embeddings`, `attention_mask` and `past_key_values`.
+        layer: called with states, and as `LayerCache.arguments` says.
     """
 
     def __init__(self, config: LlamaConfig, layer: nn.Module):
@@ -91,18 +91,6 @@ class DraftLayer(CachedLayer):
         self.layers = nn.ModuleList([layer])
         self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def forward(
-        self,
-        hidden: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        attention_mask: torch.Tensor | None = None,
-        past_key_values: KVCache | None = None,
-    ) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, **attention: Any) -> torch.Tensor:
         """States [batch, n, d] -> states [batch, n, d] for the target's head (its final norm is not used)."""
-        hidden = self.layers[0](
-            hidden,
-            position_embeddings=position_embeddings,
-            attention_mask=attention_mask,
-            past_key_values=past_key_values,
-        )
-        return self.norm(hidden)
+        return self.norm(self.layers[0](hidden, **attention))

@@ -13,7 +13,7 @@ other layers, and a head that chooses among the likeliest tokens of a place by i
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -195,32 +195,18 @@ class BlockModel(CachedLayer):
         for i, entries in enumerate(zip(*self.context(features, position_embeddings))):
             past_key_values.update(*entries, i)
 
-    def forward(
-        self,
-        hidden: torch.Tensor,
-        position_embeddings: Rope,
-        attention_mask: torch.Tensor | None = None,
-        past_key_values: KVCache | None = None,
-        places: int | None = None,
-    ) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, places: int | None = None, **attention: Any) -> torch.Tensor:
         """Embedded blocks [b, n, d] -> normed states [b, n, d] for the target's head.
 
         Args:
             hidden: the blocks.
-            position_embeddings: as in `context`.
-            attention_mask: what each place sees.
-            past_key_values: the cache.
             places: of a block, where several lie side by side in a row.
+            **attention: what the layers attend with, as of `LayerCache.arguments`.
         """
-        more = {"places": places} if places is not None and self.config.conv_kernel_size else {}
+        if places is not None and self.config.conv_kernel_size:
+            attention["places"] = places
         for layer in self.layers:
-            hidden = layer(
-                hidden,
-                attention_mask=attention_mask,
-                past_key_values=past_key_values,
-                position_embeddings=position_embeddings,
-                **more,
-            )
+            hidden = layer(hidden, **attention)
         return self.norm(hidden)
 
     def logits(self, output: torch.Tensor) -> torch.Tensor:

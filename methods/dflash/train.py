@@ -164,8 +164,8 @@ class BlockDistillation(torch.nn.Module):
         block = torch.arange(blocks, device=device).repeat_interleave(places)
         within = (block.unsqueeze(1) == block).expand(rows, -1, -1)
         mask = torch.cat([in_front, within], dim=-1).unsqueeze(1)
-        cache = cast("Any", Injected(keys, values))
-        out = model(hidden, model.rope(at, hidden), mask, cache, places)
+        context = {"position_embeddings": model.rope(at, hidden), "past_key_values": Injected(keys, values)}
+        out = model(hidden, places, attention_mask=mask, **context)
         return out.unflatten(1, (blocks, places))[:, :, config.fills_in :], by_tap[NORMED]
 
     def judged(

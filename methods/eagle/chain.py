@@ -97,8 +97,9 @@ def chained(
     cache = Steps()
     visible = torch.ones(1, 1, 1, n, n, dtype=torch.bool, device=device).tril()
     for j in range(steps):
-        rope = model.rope(torch.arange(j, n + j, device=device).unsqueeze(0), features)
+        positions = torch.arange(j, n + j, device=device).unsqueeze(0)
+        context = {"position_embeddings": model.rope(positions, features), "attention_mask": visible}
         step_embeds = torch.nn.functional.pad(embeds[:, j:], (0, 0, 0, j))
         with attending(model.config, ATTENTION):
-            features = model(features, step_embeds, rope, visible, cache)
+            features = model(features, step_embeds, **context, past_key_values=cache)
         yield features

@@ -5,7 +5,7 @@ It is made of transformers' own Llama parts, so that key names and arithmetic ar
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     import torch
     from transformers import LlamaConfig
 
-    from specbench.decoding.kv_cache import KVCache
     from specbench.decoding.model.staged_model import StagedModel
 
 
@@ -41,22 +40,9 @@ class EagleLayer(nn.Module):
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = LlamaMLP(config)
 
-    def forward(
-        self,
-        states: torch.Tensor,
-        residual: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        attention_mask: torch.Tensor | None = None,
-        past_key_values: KVCache | None = None,
-    ) -> torch.Tensor:
-        """States y [b, n, inputs] and residual r [b, n, h] -> [b, n, h]."""
-        attended, _ = self.self_attn(
-            hidden_states=states,
-            position_embeddings=position_embeddings,
-            attention_mask=attention_mask,
-            past_key_values=past_key_values,
-        )
-        residual = residual + attended
+    def forward(self, states: torch.Tensor, residual: torch.Tensor, /, **attention: Any) -> torch.Tensor:
+        """States y [b, n, inputs] and residual r [b, n, h] -> [b, n, h]; `attention` as of `LayerCache.arguments`."""
+        residual = residual + self.self_attn(hidden_states=states, **attention)[0]
         return residual + self.mlp(self.post_attention_layernorm(residual))
 
 
@@ -82,13 +68,12 @@ class DraftingModel(CachedLayer):
         """The target's states [b, n, d] of each tap -> what stands for them in pairs, [b, n, h]."""
         raise NotImplementedError
 
-    def forward(
-        self,
-        features: torch.Tensor,
-        embeds: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        attention_mask: torch.Tensor | None = None,
-        past_key_values: KVCache | None = None,
-    ) -> torch.Tensor:
-        """Pairs: features [b, n, h], embedded tokens [b, n, e] -> [b, n, h], the features of the next pairs."""
+    def forward(self, features: torch.Tensor, embeds: torch.Tensor, **attention: Any) -> torch.Tensor:
+        """The features [b, n, h] of the next pairs.
+
+        Args:
+            features: [b, n, h] of pairs.
+            embeds: [b, n, e] their embedded tokens.
+            **attention: what their layers attend with, as of `LayerCache.arguments`.
+        """
         raise NotImplementedError

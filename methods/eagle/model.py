@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -14,8 +14,6 @@ from specbench.decoding.state import NORMED
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-    from specbench.decoding.kv_cache import KVCache
 
 # What the drafter of a target has in common with it, where the target has it.
 SHARED = (
@@ -48,23 +46,10 @@ class EagleModel(DraftingModel):
         """The target's states after its final norm [b, n, h]."""
         return states[NORMED]
 
-    def forward(
-        self,
-        features: torch.Tensor,
-        embeds: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        attention_mask: torch.Tensor | None = None,
-        past_key_values: KVCache | None = None,
-    ) -> torch.Tensor:
+    def forward(self, features: torch.Tensor, embeds: torch.Tensor, **attention: Any) -> torch.Tensor:
         """Pairs: features [b, n, h], embedded tokens [b, n, h] -> [b, n, h], the features of the next pairs."""
         joined = self.fc(torch.cat([embeds, features], dim=-1))
-        return self.layer(
-            joined,
-            joined,
-            position_embeddings=position_embeddings,
-            attention_mask=attention_mask,
-            past_key_values=past_key_values,
-        )
+        return self.layer(joined, joined, **attention)
 
 
 def eagle_config(target_config: PretrainedConfig) -> LlamaConfig:

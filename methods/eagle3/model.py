@@ -22,7 +22,6 @@ from methods.eagle.layer import DraftingModel, EagleLayer
 from specbench.system.errors import UserError
 
 if TYPE_CHECKING:
-    from specbench.decoding.kv_cache import KVCache
     from specbench.decoding.model.staged_model import StagedModel
 
 DEPTHS = 3  # of the target, whose states the authors read
@@ -68,19 +67,12 @@ class Midlayer(EagleLayer):
         self.hidden_norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.norm_before_residual = config.norm_before_residual
 
-    def forward(
-        self,
-        features: torch.Tensor,
-        embeds: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        attention_mask: torch.Tensor | None = None,
-        past_key_values: KVCache | None = None,
-    ) -> torch.Tensor:
+    def forward(self, features: torch.Tensor, embeds: torch.Tensor, /, **attention: Any) -> torch.Tensor:
         """Features and embedded tokens [b, n, h] -> [b, n, h]."""
         normed = self.hidden_norm(features)
         states = torch.cat([self.input_layernorm(embeds), normed], dim=-1)
         residual = normed if self.norm_before_residual else features
-        return super().forward(states, residual, position_embeddings, attention_mask, past_key_values)
+        return super().forward(states, residual, **attention)
 
 
 class Eagle3Model(DraftingModel):
@@ -141,23 +133,11 @@ class Eagle3Model(DraftingModel):
         joined = torch.cat(depths, dim=-1)
         return self.fc(joined if self.input_norm is None else self.input_norm(joined))
 
-    def forward(
-        self,
-        features: torch.Tensor,
-        embeds: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        attention_mask: torch.Tensor | None = None,
-        past_key_values: KVCache | None = None,
-    ) -> torch.Tensor:
+    def forward(self, features: torch.Tensor, embeds: torch.Tensor, **attention: Any) -> torch.Tensor:
         """Pairs: features, embedded tokens [b, n, h] -> [b, n, h], for `logits` and the features of the next pairs."""
-        context: dict[str, Any] = {
-            "position_embeddings": position_embeddings,
-            "attention_mask": attention_mask,
-            "past_key_values": past_key_values,
-        }
-        out = self.midlayer(features, embeds, **context)
+        out = self.midlayer(features, embeds, **attention)
         for layer in self.layers.values():
-            out = layer(out, **context)
+            out = layer(out, **attention)
         return self.output(out)
 
     def output(self, states: torch.Tensor) -> torch.Tensor:

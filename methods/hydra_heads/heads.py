@@ -9,7 +9,7 @@ prefix layer, a decoder layer over the states of all tokens, makes of f.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -22,8 +22,6 @@ from specbench.decoding.model.anatomy import rotary_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-    from specbench.decoding.kv_cache import KVCache
 
 
 class PrefixLayer(DraftLayer):
@@ -38,17 +36,11 @@ class PrefixLayer(DraftLayer):
         super().__init__(config, LlamaDecoderLayer(config, layer_idx=0))
         self.width = width
 
-    def forward(
-        self,
-        hidden: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        attention_mask: torch.Tensor | None = None,
-        past_key_values: KVCache | None = None,
-    ) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, **attention: Any) -> torch.Tensor:
         """States [batch, n, d] -> states [batch, n, d]."""
         if self.width is not None:
             hidden = pad(hidden[..., : self.width], (0, hidden.shape[-1] - self.width))
-        return super().forward(hidden, position_embeddings, attention_mask, past_key_values)
+        return super().forward(hidden, **attention)
 
 
 class Heads(nn.Module):
@@ -91,7 +83,7 @@ class Heads(nn.Module):
         if self.prefix is None:
             return states
         positions = torch.arange(states.shape[1], device=states.device).unsqueeze(0)
-        return self.prefix(states, self.prefix.rope(positions, states))
+        return self.prefix(states, position_embeddings=self.prefix.rope(positions, states))
 
     def forward(self, i: int, states: torch.Tensor) -> torch.Tensor:
         """Head i's input u [..., (2 + i) d] -> states [..., d] for the output matrix."""

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from transformers import PretrainedConfig
 
-    from specbench.decoding.kv_cache import KVCache
-
 WHAT = "the weights of the adapter"
 FILES = (WEIGHTS, "pytorch_model.bin")
 # A buffer that older transformers stored and newer ones compute; the only key that may be there beyond the weights.
@@ -40,21 +38,9 @@ class AdapterLayer(nn.Module):
         self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.self_attn = LlamaAttention(config, layer_idx=0)
 
-    def forward(
-        self,
-        hidden: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        attention_mask: torch.Tensor | None = None,
-        past_key_values: KVCache | None = None,
-    ) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, **attention: Any) -> torch.Tensor:
         """States [batch, n, d] -> states [batch, n, d]."""
-        attended, _ = self.self_attn(
-            hidden_states=self.input_layernorm(hidden),
-            position_embeddings=position_embeddings,
-            attention_mask=attention_mask,
-            past_key_values=past_key_values,
-        )
-        return hidden + attended
+        return hidden + self.self_attn(hidden_states=self.input_layernorm(hidden), **attention)[0]
 
 
 class Adapter(DraftLayer):

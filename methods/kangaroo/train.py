@@ -96,7 +96,7 @@ class Distillation(torch.nn.Module):
         positions = torch.arange(exits.shape[1], device=exits.device).unsqueeze(0)
         with torch.no_grad():
             rope = self.adapter.rope(positions, exits)
-        return self.adapter(exits, rope), states_by_tap[NORMED]
+        return self.adapter(exits, position_embeddings=rope), states_by_tap[NORMED]
 
     def choices(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """First choices [n] of adapter and target before each token that the assistant says."""

@@ -9,7 +9,7 @@ files.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -20,8 +20,6 @@ from specbench.decoding.state import NORMED
 
 if TYPE_CHECKING:
     from transformers import Qwen3Config
-
-    from specbench.decoding.kv_cache import KVCache
 
 
 class MtpModel(DraftingModel):
@@ -48,20 +46,7 @@ class MtpModel(DraftingModel):
         """The target's states [b, n, h]."""
         return states[self.taps[0]]
 
-    def forward(
-        self,
-        features: torch.Tensor,
-        embeds: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        attention_mask: torch.Tensor | None = None,
-        past_key_values: KVCache | None = None,
-    ) -> torch.Tensor:
+    def forward(self, features: torch.Tensor, embeds: torch.Tensor, **attention: Any) -> torch.Tensor:
         """Pairs: features, embedded tokens [b, n, h] -> [b, n, h], for the head and as features of the next pairs."""
         both = torch.cat([self.token_layernorm(embeds), self.hidden_layernorm(features)], dim=-1)
-        out = self.layers[0](
-            self.input_proj(both),
-            attention_mask=attention_mask,
-            past_key_values=past_key_values,
-            position_embeddings=position_embeddings,
-        )
-        return self.final_layernorm(out)
+        return self.final_layernorm(self.layers[0](self.input_proj(both), **attention))

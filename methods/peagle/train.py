@@ -98,9 +98,9 @@ class MaskDistillation(TrainingTimeTest):
             embedded = model.embed(token, self.target).to(embeds.dtype)
         features = torch.where(is_mask, model.mask_features(), features[:, inputs.places])
         embeds = torch.where(is_mask, embedded, embeds[:, inputs.places])
-        at = model.rope((inputs.places + inputs.masks).unsqueeze(0), features)
+        rope = model.rope((inputs.places + inputs.masks).unsqueeze(0), features)
         mask = inputs.attention(features.dtype).expand(len(features), 1, -1, -1)
-        out = model(features, embeds, at, mask)
+        out = model(features, embeds, position_embeddings=rope, attention_mask=mask)
         return list(out.split([len(some) for some in by_masks], dim=1)), finals
 
     def agreed(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:

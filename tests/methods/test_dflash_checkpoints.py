@@ -59,7 +59,10 @@ def test_what_is_trained_drafts_the_same_when_loaded(head, tmp_path):
     assert again.config.head == head
     hidden, features = torch.randn(2, 3, 64), torch.randn(2, 3, 64)
     rope = model.rope(torch.arange(3)[None], hidden)
-    outputs = [(one(hidden, rope), *one.context(features, rope)) for one in (loaded, again)]
+    outputs = [
+        (one(hidden, position_embeddings=rope, attention_mask=None), *one.context(features, rope))
+        for one in (loaded, again)
+    ]
     assert all(torch.equal(*pair) for pair in zip(*outputs))
     for name, weight in model.state_dict().items():
         assert torch.equal(weight.bfloat16().float(), again.state_dict()[name]), name

@@ -146,9 +146,8 @@ def test_the_cache_holds_what_the_true_pairs_leave_there(make, scheduler, folder
             n = features.shape[1]
             cache = model.new_cache(n)
             cache.begin_pass(0, 1, ForwardContext.consecutive(0, n), 1, n)
-            expected = model(
-                features, embeds, model.rope(torch.arange(n).unsqueeze(0), features), None, cache
-            )
+            rope = model.rope(torch.arange(n).unsqueeze(0), features)
+            expected = model(features, embeds, position_embeddings=rope, past_key_values=cache)
             if sequence.done:
                 continue  # what comes after its stop token was fed, too
             own = drafter._layer.layout.cache.segments[0][:, :, slot, :n]

@@ -110,7 +110,11 @@ def test_the_layer_by_hand(flag):
     a = v + w["midlayer.mlp.down_proj.weight"] @ (silu(gate) * up)
     ended = norm(a, w["norm.weight"], eps)
     states = dict(zip(model.taps, depths.view(3, 1, 1, 64)))
-    found = model(model.features(states), embed.view(1, 1, -1), model.rope(torch.tensor([[7]]), embed))
+    found = model(
+        model.features(states),
+        embed.view(1, 1, -1),
+        position_embeddings=model.rope(torch.tensor([[7]]), embed),
+    )
     torch.testing.assert_close(found[0, 0], ended if flag == "norm_output" else a, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(model.logits(found)[0, 0], w["lm_head.weight"] @ ended, rtol=1e-4, atol=1e-4)
 
@@ -154,7 +158,13 @@ def test_a_step_of_the_training_is_that_step_of_a_draft(flag):
             n = states.shape[1]
             ctx = ForwardContext.consecutive(start, n)
             cache.begin_pass(0, 1, ctx, 2, n)
-            return model(states, tokens, rope_of(table, ctx, n), attention_mask(ctx, n, states), cache)
+            return model(
+                states,
+                tokens,
+                position_embeddings=rope_of(table, ctx, n),
+                attention_mask=attention_mask(ctx, n, states),
+                past_key_values=cache,
+            )
 
         with torch.no_grad():
             out = run(features[:, : t + 1], embeds[:, 1 : t + 2], 0)[:, -1:]
@@ -297,10 +307,14 @@ def test_what_is_drafted(tmp_path):
             """Logits after the true pairs and then a path, token by token, each fed with the output before it."""
             states, given = features, embeds
             for token in path:
-                out = model(states, given, model.rope(torch.arange(states.shape[1])[None], states))
+                out = model(
+                    states, given, position_embeddings=model.rope(torch.arange(states.shape[1])[None], states)
+                )
                 states = torch.cat([states, out[:, -1:]], 1)
                 given = torch.cat([given, pair.target.get_input_embeddings()(torch.tensor([[token]]))], 1)
-            out = model(states, given, model.rope(torch.arange(states.shape[1])[None], states))
+            out = model(
+                states, given, position_embeddings=model.rope(torch.arange(states.shape[1])[None], states)
+            )
             return model.logits(out[:, -1])[0]
 
         depth, nodes = min(3, batch.max_draft, batch.max_nodes), min(12, batch.max_nodes)
@@ -419,7 +433,10 @@ def test_what_is_trained_drafts_the_same_when_loaded(tmp_path):
     features, embeds = torch.randn(2, 5, 192).split(64, -1), torch.randn(2, 5, 64)
     states = dict(zip(model.taps, features, strict=True))
     rope = model.rope(torch.arange(5)[None], embeds)
-    outputs = [m.logits(m(m.features(states), embeds, rope)) for m in (model, load_eagle3(second, target))]
+    outputs = [
+        m.logits(m(m.features(states), embeds, position_embeddings=rope))
+        for m in (model, load_eagle3(second, target))
+    ]
     assert (
         torch.equal(*outputs) and loaded.taps == model.taps and torch.equal(loaded.token_ids, model.token_ids)
     )

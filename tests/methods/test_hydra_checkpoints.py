@@ -72,7 +72,8 @@ def test_the_authors_files(arch, layers, tmp_path):
     states = finals(pair, PROMPT)
     if heads.prefix is not None:
         expected = authors.prefix_embeding_layer(inputs_embeds=states, use_cache=False).last_hidden_state
-        own = heads.prefix(states, heads.prefix.rope(torch.arange(len(PROMPT)).unsqueeze(0), states))
+        rope = heads.prefix.rope(torch.arange(len(PROMPT)).unsqueeze(0), states)
+        own = heads.prefix(states, position_embeddings=rope)
         torch.testing.assert_close(own, expected)
     for i in range(2):
         read = torch.randn(3, 64 * (2 + i))

@@ -47,7 +47,7 @@ def test_fresh_heads_say_what_the_target_says():
         assert torch.equal(heads(1, torch.cat([states, tokens], -1)), states)
         assert torch.equal(heads.output[1](states), target.lm_head(states))
     positions = torch.arange(5).unsqueeze(0)
-    passed = heads.prefix(states, heads.prefix.rope(positions, states))
+    passed = heads.prefix(states, position_embeddings=heads.prefix.rope(positions, states))
     torch.testing.assert_close(
         torch.nn.functional.normalize(passed, dim=-1), torch.nn.functional.normalize(states, dim=-1)
     )

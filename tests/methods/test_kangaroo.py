@@ -79,7 +79,7 @@ def test_caches_after_every_round(folder):
             other = self.adapter.new_cache(known)
             other.begin_pass(0, 1, ForwardContext.consecutive(0, known), 1, known)
             rope = self.adapter.rope(torch.arange(known).unsqueeze(0), states)
-            self.adapter(states, rope, None, other)
+            self.adapter(states, position_embeddings=rope, past_key_values=other)
             for cache, expected, n in (
                 (self._layer.layout.cache, other, held),
                 (batch.layout.cache, fresh, known),
@@ -151,7 +151,7 @@ def test_loads_the_authors_format(folder, tmp_path):
     ours, theirs = (load_adapter(f, config, "cpu", torch.float32) for f in (folder, authors))
     hidden = torch.randn(1, 5, config.hidden_size)
     rope = ours.rope(torch.arange(5).unsqueeze(0), hidden)
-    assert torch.equal(ours(hidden, rope), theirs(hidden, rope))
+    assert torch.equal(*(one(hidden, position_embeddings=rope) for one in (ours, theirs)))
 
 
 @pytest.mark.parametrize(

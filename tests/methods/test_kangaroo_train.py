@@ -34,7 +34,9 @@ def test_loss_counts_exactly_the_predictions_of_weighted_tokens():
     with torch.no_grad():
         out = target.model(batch["input_ids"], output_hidden_states=True)
         rope = adapter.rope(torch.arange(6).unsqueeze(0), out.hidden_states[2])
-        student = target.unembed(adapter(out.hidden_states[2], rope))[0, 3].log_softmax(-1)
+        student = target.unembed(adapter(out.hidden_states[2], position_embeddings=rope))[0, 3].log_softmax(
+            -1
+        )
         expected = -(out.logits[0, 3].softmax(-1) * student).sum()
     loss = kangaroo_train.Distillation(adapter, target, 2)(batch)
     torch.testing.assert_close(loss, expected)

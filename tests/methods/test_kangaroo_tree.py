@@ -34,7 +34,8 @@ def adapted(adapter, states: torch.Tensor) -> tuple[torch.Tensor, object]:
     n = states.shape[1]
     cache = adapter.new_cache(n)
     cache.begin_pass(0, 1, ForwardContext.consecutive(0, n), 1, n)
-    return adapter(states, adapter.rope(torch.arange(n).unsqueeze(0), states), None, cache), cache
+    rope = adapter.rope(torch.arange(n).unsqueeze(0), states)
+    return adapter(states, position_embeddings=rope, past_key_values=cache), cache
 
 
 def likeliest_paths(

@@ -71,7 +71,8 @@ def chain(pair, model: MtpModel, known: list[int], k: int) -> list[int]:
     features, embeds = pair.target.get_decoder()(tokens[:, :-1]).last_hidden_state, embed(tokens[:, 1:])
     found: list[int] = []
     for _ in range(k):
-        out = model(features, embeds, model.rope(torch.arange(features.shape[1])[None], features))
+        rope = model.rope(torch.arange(features.shape[1])[None], features)
+        out = model(features, embeds, position_embeddings=rope)
         found.append(int(pair.target.lm_head(out[0, -1]).argmax()))
         features = torch.cat([features, out[:, -1:]], dim=1)
         embeds = torch.cat([embeds, embed(torch.tensor([[found[-1]]]))], dim=1)
@@ -100,7 +101,8 @@ def test_the_head_by_hand():
     inner = norm(v, layer["post_attention_layernorm.weight"], eps)
     gate, up = layer["mlp.gate_proj.weight"] @ inner, layer["mlp.up_proj.weight"] @ inner
     expected = v + layer["mlp.down_proj.weight"] @ (torch.nn.functional.silu(gate) * up)
-    found = model(state.view(1, 1, -1), embed.view(1, 1, -1), model.rope(torch.tensor([[7]]), embed))
+    rope = model.rope(torch.tensor([[7]]), embed)
+    found = model(state.view(1, 1, -1), embed.view(1, 1, -1), position_embeddings=rope)
     torch.testing.assert_close(
         found[0, 0], norm(expected, w["final_layernorm.weight"], eps), rtol=1e-4, atol=1e-4
     )
@@ -205,7 +207,7 @@ def test_tokens_that_an_expanded_target_adds_are_not_drafted(tmp_path):
     head = load_mtp(saved("llama", tmp_path), target, expansion)
     hidden = torch.nn.functional.pad(torch.randn(1, 5, 64), (0, 32))
     embeds = target.embed(torch.tensor([[3, 9, 27, 11, 33]]))
-    out = head(hidden, embeds, head.rope(torch.arange(5)[None], hidden))
+    out = head(hidden, embeds, position_embeddings=head.rope(torch.arange(5)[None], hidden))
     logits = target.unembed(out)
     assert logits[..., -40:].max() < -100 < logits[..., :-40].min()
 
@@ -235,7 +237,8 @@ def test_a_fresh_head_is_the_best_linear_estimate_of_the_next_state(monkeypatch)
         wide = inputs.double()
         best = torch.linalg.solve(wide.T @ wide, wide.T @ flat[2].double()).float()
         states, embeds, goal = parts[0]
-        guess = model(states, embeds, model.rope(torch.arange(63)[None], states)).flatten(0, 1)
+        rope = model.rope(torch.arange(63)[None], states)
+        guess = model(states, embeds, position_embeddings=rope).flatten(0, 1)
         estimate = inputs[: len(guess)] @ best
     alike = torch.nn.functional.cosine_similarity(guess, estimate, dim=-1)
     assert alike.mean() > 0.98

@@ -78,7 +78,8 @@ def filled(pair, model: Eagle3Model, known: list[int], masks: int) -> torch.Tens
     state = model.fc(model.mask_hidden).expand(1, masks, -1)
     features = torch.cat([features, state], dim=1)
     embeds = embed(torch.cat([tokens[:, 1:], torch.full((1, masks), MASK)], dim=1))
-    out = model(features, embeds, model.rope(torch.arange(features.shape[1])[None], features))
+    rope = model.rope(torch.arange(features.shape[1])[None], features)
+    out = model(features, embeds, position_embeddings=rope)
     return model.logits(out[0, -1 - masks :])
 
 

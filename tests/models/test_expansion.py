@@ -354,8 +354,8 @@ def test_kangaroos_adapter(tmp_path):
         states, positions = torch.randn(1, 9, 64), torch.arange(9).unsqueeze(0)
         wider = expansion.pad(states)
         wider[..., 64] = 2.0**-10 * (vocab > 61)  # what the embeddings of an expanded target have there
-        expected = adapter(states, adapter.rope(positions, states))
-        found = new(wider, new.rope(positions, wider))
+        expected = adapter(states, position_embeddings=adapter.rope(positions, states))
+        found = new(wider, position_embeddings=new.rope(positions, wider))
         assert torch.allclose(found[..., :64], expected, atol=1e-5)
         assert found[..., 65:].abs().max() == 0 and (found[..., 64] > 0).all() == (vocab > 61)
     wrong = Expansion(random_model("llama", 0, hidden_size=32).config.to_dict(), SAME, "x")

@@ -18,7 +18,11 @@ def pairs_of(pair, tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
 
 def outputs(model: EagleModel, features: torch.Tensor, embeds: torch.Tensor) -> torch.Tensor:
     """Outputs [1, n, h] of pairs that follow one another, in one pass without a cache."""
-    return model(features, embeds, model.rope(torch.arange(features.shape[1]).unsqueeze(0), features))
+    return model(
+        features,
+        embeds,
+        position_embeddings=model.rope(torch.arange(features.shape[1]).unsqueeze(0), features),
+    )
 
 
 @torch.no_grad()
