@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import html as escape
 from dataclasses import dataclass
+from html import escape
 from typing import TYPE_CHECKING
 
 import pandas as pd
@@ -23,34 +23,23 @@ LATEX = str.maketrans(
 
 @dataclass(frozen=True)
 class Cells:
-    """The content of a table as text.
-
-    Each cell has the style that it has in a terminal, and each column a mark whether it is aligned to the right.
-    """
+    """The content of a table: of each cell its text and style, of each column whether it is aligned to the right."""
 
     title: str
     caption: str
     heads: list[str]
-    rows: list[list[str]]
-    styles: list[list[str]]
+    rows: list[list[tuple[str, str]]]
     right: list[bool]
 
 
 def cells(table: Table) -> Cells:
     """What a table says, each cell in one line."""
-    columns = [list(column.cells) for column in table.columns]
-    rows = [list(row) for row in zip(*columns)]
-    row_styles = [str(row.style or "") for row in table.rows]
-    styles = [
-        [" ".join(filter(None, (_style(cell), style))) for cell in row]
-        for row, style in zip(rows, row_styles)
-    ]
+    rows = zip(zip(*(column.cells for column in table.columns)), table.rows)
     return Cells(
         title=" ".join(_lines(table.title)),
         caption="; ".join(_lines(table.caption)),
         heads=[_head(column.header) for column in table.columns],
-        rows=[[_plain(cell) for cell in row] for row in rows],
-        styles=styles,
+        rows=[[(_plain(cell), f"{_style(cell)} {row.style or ''}") for cell in line] for line, row in rows],
         right=[column.justify == "right" for column in table.columns],
     )
 
@@ -58,33 +47,27 @@ def cells(table: Table) -> Cells:
 def markdown(table: Table) -> str:
     """A table of GitHub's Markdown after its title."""
     content = cells(table)
-    rows = [
-        [f"**{cell}**" if WRONG in style else cell for cell, style in zip(row, styles)]
-        for row, styles in zip(content.rows, content.styles)
-    ]
+    rows = [[f"**{text}**" if WRONG in style else text for text, style in row] for row in content.rows]
     lines = [content.heads, ["---:" if right else "---" for right in content.right], *rows]
     shown = ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines]
-    return (
-        "\n".join([f"**{content.title}**", "", *shown, *(["", content.caption] if content.caption else [])])
-        + "\n"
-    )
+    below = ["", content.caption] if content.caption else []
+    return "\n".join([f"**{content.title}**", "", *shown, *below, ""])
 
 
 def latex(table: Table) -> str:
     """A LaTeX table with booktabs' rules; a cell that warns is bold. What stands below it is the end of its caption."""
     content = cells(table)
-    rows = [
-        [
-            rf"\textbf{{{_latex_text(cell)}}}" if WRONG in style else _latex_text(cell)
-            for cell, style in zip(*both)
-        ]
-        for both in zip(content.rows, content.styles)
-    ]
+    rows = [[_latex_cell(*cell) for cell in row] for row in content.rows]
     layout = "".join("r" if right else "l" for right in content.right)
     frame = pd.DataFrame(rows, columns=range(len(content.heads)))  # heads may be alike
-    text = frame.style.hide(axis="index").format_index(lambda i: _latex_text(content.heads[i]), axis=1)
-    caption = _latex_text("; ".join(filter(None, (content.title, content.caption))))
+    text = frame.style.hide(axis="index").format_index(lambda i: content.heads[i].translate(LATEX), axis=1)
+    caption = "; ".join(filter(None, (content.title, content.caption))).translate(LATEX)
     return text.to_latex(caption=caption, column_format=layout, hrules=True)
+
+
+def _latex_cell(text: str, style: str) -> str:
+    escaped = text.translate(LATEX)
+    return rf"\textbf{{{escaped}}}" if WRONG in style else escaped
 
 
 def html(table: Table, alone: bool = False) -> str:
@@ -96,29 +79,23 @@ def html(table: Table, alone: bool = False) -> str:
     """
     content = cells(table)
     sides = ["" if right else "left" for right in content.right]
-    heads = "".join(
-        f'<th class="{side}">{escape.escape(head)}</th>' for head, side in zip(content.heads, sides)
-    )
+    heads = "".join(f'<th class="{side}">{escape(head)}</th>' for head, side in zip(content.heads, sides))
     rows = "".join(
-        "<tr>" + "".join(map(_cell, row, styles, sides)) + "</tr>"
-        for row, styles in zip(content.rows, content.styles)
+        f"<tr>{''.join(_cell(*cell, side) for cell, side in zip(row, sides))}</tr>" for row in content.rows
     )
     body = f"<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>"
     if alone:
         return body
-    caption = f"<p>{escape.escape(content.caption)}</p>" if content.caption else ""
-    return f"<h3>{escape.escape(content.title)}</h3>{body}{caption}"
+    caption = f"<p>{escape(content.caption)}</p>" if content.caption else ""
+    return f"<h3>{escape(content.title)}</h3>{body}{caption}"
 
 
 def _cell(text: str, style: str, side: str) -> str:
-    ground = style.partition(" on ")[2]
+    ground = style.partition(" on ")[2].strip()
     colour = f' style="background:{ground};color:{style.split()[0]}"' if ground else ""
-    words: list[str] = [
-        word for word in ("red", "green", "bold", "dim") if word in style.split() and not ground
-    ]
-    words += [side] if side else []
-    kind = f' class="{" ".join(words)}"' if words else ""
-    return f"<td{kind}{colour}>{escape.escape(text)}</td>"
+    words = [word for word in ("red", "green", "bold", "dim") if word in style.split() and not ground]
+    kind = f' class="{" ".join([*words, side]).strip()}"' if words or side else ""
+    return f"<td{kind}{colour}>{escape(text)}</td>"
 
 
 def _plain(text: object) -> str:
@@ -139,10 +116,6 @@ def _lines(text: object) -> list[str]:
 
 def _style(cell: object) -> str:
     return str(cell.style) if isinstance(cell, Text) else ""
-
-
-def _latex_text(text: str) -> str:
-    return text.translate(LATEX)
 
 
 def between(text: str, name: str, content: str) -> str | None:

@@ -6,6 +6,7 @@ import pytest
 
 from specbench.measure.metrics.statistics import Speedup
 from specbench.report import claims, formats
+from tests.report.test_formats import texts
 from tests.support.claims import AGAINST, KNOWN, found, journal, published
 from tests.support.samples import SUMMARY, changed, faster, run_of, runs_of, wrong
 
@@ -175,7 +176,7 @@ def test_tuned_settings_stand_beside_the_verdict():
     tuned = published(1.9, pair="tiny_wide") | {"settings_source": "tuned"}
     checked = claims.check(claim, runs_of(a=tuned, b=published(1.2, pair="tiny_wide")))
     assert checked.fitting.estimate.value == 1.2 and checked.beside["tuned"].estimate.value == 1.9
-    assert formats.cells(claims.claims_table([checked])).rows[0][6] == "tuned: 1.90 [1.80, 2.00]"
+    assert texts(claims.claims_table([checked]))[0][6] == "tuned: 1.90 [1.80, 2.00]"
     # What has no tuned settings is not shown twice.
     assert claims.check(claim, runs_of(b=published(1.2, pair="tiny_wide"))).beside == {}
 
@@ -228,8 +229,8 @@ def test_our_own_bounds_are_counted_apart():
     assert line == (
         "of the papers' 3 claims: 2 supported, 1 not supported; of our own 2 bounds: 1 supported, 1 inconclusive"
     )
-    table = formats.cells(claims.claims_table(checked))
-    assert table.caption == line
-    assert table.heads[1] == "whose bound" and [row[1] for row in table.rows] == [
+    table = claims.claims_table(checked)
+    assert formats.cells(table).caption == line
+    assert formats.cells(table).heads[1] == "whose bound" and [row[1] for row in texts(table)] == [
         *("paper", "paper", "ours", "paper", "ours")
     ]

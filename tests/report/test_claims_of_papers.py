@@ -12,8 +12,9 @@ from specbench import ROOT
 from specbench.config.compose import CONF
 from specbench.measure.metrics.metrics import METRICS
 from specbench.measure.metrics.statistics import Speedup
-from specbench.report import claims, formats
+from specbench.report import claims
 from specbench.system.errors import UserError
+from tests.report.test_formats import texts
 from tests.support.claims import KNOWN, published
 from tests.support.samples import SUMMARY, nothing, run_of, runs_of
 
@@ -104,9 +105,9 @@ def test_without_runs_no_claim_is_measured():
     for runs in ([], runs_of(a=SUMMARY | {"method": "another", "equivalence": nothing()["equivalence"]})):
         checked = claims.check_claims(runs)
         assert len(checked) == len(KNOWN) and {one.fitting.verdict for one in checked} == {"not measured"}
-        table = formats.cells(claims.claims_table(checked))
-        assert len(table.rows) == len(KNOWN)
-        assert all(row[3].startswith("–") and row[4] == "not measured" for row in table.rows)
+        rows = texts(claims.claims_table(checked))
+        assert len(rows) == len(KNOWN)
+        assert all(row[3].startswith("–") and row[4] == "not measured" for row in rows)
 
 
 def test_no_figure_is_typed_in():
@@ -115,7 +116,7 @@ def test_no_figure_is_typed_in():
     def here(speedup: float) -> list[str]:
         run = published(speedup, pair="tiny_wide")
         checked = claims.check_claims(runs_of(a=run))
-        return [row[3] for row in formats.cells(claims.claims_table(checked)).rows]
+        return [row[3] for row in texts(claims.claims_table(checked))]
 
     one, other = here(1.4), here(1.9)
     assert one[0] == "1.40 [1.30, 1.50] (bound: at least 1.5)"
@@ -125,7 +126,7 @@ def test_no_figure_is_typed_in():
 
 def test_the_table_says_what_was_claimed_and_on_what():
     run = published(1.4, pair="tiny_wide")
-    (row,) = formats.cells(claims.claims_table(claims.check_claims(runs_of(a=run), KNOWN[:1]))).rows
+    (row,) = texts(claims.claims_table(claims.check_claims(runs_of(a=run), KNOWN[:1])))
     assert row[:2] == ["Kangaroo, all tasks", "paper"]
     assert row[2].startswith("1.50 times (Liu et al. 2024, Table 1")
     assert row[4:] == ["inconclusive", "published settings; 160 questions", "–", "– (not measured)"]

@@ -7,6 +7,7 @@ import pytest
 from specbench.measure.records.migrate import migrated
 from specbench.report import compare, formats
 from specbench.system.errors import UserError
+from tests.report.test_formats import texts
 from tests.support.messages import says
 from tests.support.samples import PROVENANCE, SUMMARY, batched, changed, run_of
 from tests.support.synthetic import generation, record, turn
@@ -89,7 +90,7 @@ def test_a_method_that_is_faster_is_found(run):
 
 
 def row(table, name: str) -> list[str]:
-    return next(cells for cells in formats.cells(table).rows if cells[0] == name)
+    return next(cells for cells in texts(table) if cells[0] == name)
 
 
 def test_the_order_of_the_questions_does_not_matter(run):

@@ -29,6 +29,11 @@ def every_table() -> list[Table]:
 TABLES = [*every_table(), nasty()]
 
 
+def texts(table: Table) -> list[list[str]]:
+    """What the cells of a table say."""
+    return [[text for text, _ in row] for row in formats.cells(table).rows]
+
+
 def cells_of_markdown(line: str) -> list[str]:
     return re.split(r"(?<!\\)\|", line.strip())[1:-1]
 

@@ -7,6 +7,7 @@ import pytest
 from specbench.measure.metrics import machine as seen
 from specbench.report import compare, formats, phases, remarks, tables
 from specbench.report.runs import Run
+from tests.report.test_formats import texts
 from tests.support.messages import says
 from tests.support.samples import SUMMARY, changed, faster, run_of, runs_of
 from tests.support.synthetic import FACTS, QUIET, passes, probed, slowed
@@ -154,9 +155,9 @@ def test_compare_names_the_rows(tmp_path, capsys):
 def test_a_row_has_its_baseline():
     generate = {"quoted_against": "hf_generate", "hf_generate_tokens_per_second": 55.5}
     faster_generate = SUMMARY | {"baseline": SUMMARY["baseline"] | generate}
-    cells = formats.cells(tables.overview_table([SUMMARY, faster_generate | {"pair": "big"}]))
-    at = cells.heads.index("baseline")
-    assert [row[at] for row in cells.rows] == ["41.2", "55.5"]
+    table = tables.overview_table([SUMMARY, faster_generate | {"pair": "big"}])
+    at = formats.cells(table).heads.index("baseline")
+    assert [row[at] for row in texts(table)] == ["41.2", "55.5"]
 
 
 def test_a_row_that_takes_two_cores_says_so():
@@ -167,7 +168,7 @@ def test_a_row_that_takes_two_cores_says_so():
         tables.overview_table([alone, beside, third]),
         tables.spec_bench_table([alone, beside, third]),
     ):
-        names = [row[0] for row in formats.cells(table).rows]
+        names = [row[0] for row in texts(table)]
         assert names == ["sps", "other (2 cores)", "kangaroo"]
     assert "1 thread (2 cores)" in tables.run_table(beside).title.plain
     assert "cores" not in tables.run_table(alone).title.plain

@@ -10,6 +10,7 @@ import pytest
 
 from specbench import ROOT
 from specbench.report import cells, formats, remarks, tables
+from tests.report.test_formats import texts
 from tests.support.messages import shown
 from tests.support.samples import (
     BASELINE,
@@ -345,7 +346,7 @@ def test_as_wide_as_it_is_piped_no_table_cuts_a_count():
 
 def test_batches_of_other_settings_have_names_of_their_own():
     one, other = batched(), changed(batched(), settings__window=64)
-    names = [row[0] for row in formats.cells(tables.batches_table([one, other])).rows]
+    names = [row[0] for row in texts(tables.batches_table([one, other]))]
     assert names == ["exspec + sps, window=32", "exspec + sps, window=64"]
 
 

@@ -9,6 +9,7 @@ from specbench.measure.machine import provenance
 from specbench.report import compare, formats
 from specbench.report.__main__ import report
 from specbench.report.training_data import SAME, differing_training, training_table
+from tests.report.test_formats import texts
 from tests.support.samples import SUMMARY, run_of
 
 TRAINED = {
@@ -91,7 +92,7 @@ def test_what_a_text_was_cleared_of_is_shown_and_unknown_where_no_record_tells()
         summary("kangaroo", weights=TRAINED) | {"trained_weights": {"weights": {}}},
         elsewhere,
     ]
-    shown = {(row[0], row[1]): [*row[4:]] for row in formats.cells(training_table(runs)).rows}
+    shown = {(row[0], row[1]): [*row[4:]] for row in texts(training_table(runs))}
     assert shown["sps", "draft"] == ["4b6d33e7", "1,024,000", "500", "1.250", "–"]
     assert shown["s2d", "draft"][0] == shown["kangaroo", "weights"][0] == "–"
     assert shown["eagle3", "weights"] == shown["eagle3", "draft"] == ["–"] * 5 and len(shown) == 5
