@@ -17,6 +17,7 @@ from rich.text import Text
 
 from specbench.config.spec import OWN, POOL
 from specbench.measure.metrics.statistics import CONFIDENCE, verdict
+from specbench.report import remarks
 from specbench.report.cells import (
     NUMBER,
     UNKNOWN,
@@ -27,16 +28,15 @@ from specbench.report.cells import (
     speedup_text,
 )
 from specbench.report.phases import slow_machine
-from specbench.report.remarks import (
-    ONE_POOL,
-    cores_label,
-    could_explain,
-    disturbed,
-    dtype_label,
-    faults,
-    is_one_pool,
+from specbench.report.runs import (
+    DIFFERING,
+    Run,
+    as_text,
+    chosen_settings,
+    method_label,
+    named,
+    varied_settings,
 )
-from specbench.report.runs import Run, as_text, chosen_settings, method_label, named, varied_settings
 from specbench.report.training_data import tokens_seen
 from specbench.system.settings import TOKEN
 
@@ -45,25 +45,16 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-# What is the same for alternatives, and how a title says it.
-SETTING = {
+# What is the same for alternatives; what a title says in other words than a label.
+SETTING = (
+    *("pair", "data", "split", "turns", "task", "limit", "temperature", "max_new_tokens", "seed"),
+    *("verification", "dtype", "device", "processor", "weights", "anatomy", "batch_size", "protocol"),
+)
+IN_TITLES = DIFFERING | {
     "pair": "pair={}",
     "data": "data={}",
-    "split": "split={}",
-    "turns": "turns={}",
     "task": "task={}",
-    "limit": "limit={}",
     "temperature": "temperature {:g}",
-    "max_new_tokens": "max_new_tokens={}",
-    "seed": "seed={}",
-    "verification": "{} verification",
-    "dtype": "{}",
-    "device": "{}",
-    "processor": "{}",
-    "weights": "{} weights",
-    "anatomy": "{}",
-    "batch_size": "batch {}",
-    "protocol": "protocol {}",
 }
 USUAL = {
     "temperature": 0.0,
@@ -91,15 +82,8 @@ LENGTHS = (
     *("draft.n_max", "ngram_simple.size_m"),
 )
 OF_TREES = ("nodes", "width")  # settings by which an older run tells that it drafted trees
-FASTEST, AS_FAST, GAINS, UNSHOWN, SLOWER, NONE = (
-    "fastest",
-    "not told apart",
-    "gains",
-    "no gain shown",
-    "slower",
-    "not to be trusted",
-)
-OF_VERDICT = {"faster": GAINS, "slower": SLOWER, "no difference": UNSHOWN, None: UNSHOWN}
+FASTEST, AS_FAST, GAINS, NONE = "fastest", "not told apart", "gains", "not to be trusted"
+OF_VERDICT = {"faster": GAINS, "slower": "slower", "no difference": "no gain shown", None: "no gain shown"}
 
 
 @dataclass
@@ -122,7 +106,7 @@ class Alternative:
     @property
     def faults(self) -> list[str]:
         """What is wrong with any of the runs."""
-        return [line for run in self.runs for line in faults(run.summary)]
+        return [line for run in self.runs for line in remarks.faults(run.summary)]
 
     @property
     def spread(self) -> str:
@@ -170,9 +154,9 @@ class Decision:
         for one, rank in zip(self.alternatives, self.ranks):
             ranked.setdefault(rank, []).append(one.label)
         if FASTEST in ranked:
-            best = self.alternatives[self.ranks.index(FASTEST)]
-            what = f"{best.label}{_size_in_words(best.summary)}"
-            parts = [f"Take {what} with {speedup_text(best.summary['overall'])} times the baseline's speed"]
+            best = self.alternatives[self.ranks.index(FASTEST)].summary
+            what = f"{ranked[FASTEST][0]}{_size_in_words(best)}"
+            parts = [f"Take {what} with {speedup_text(best['overall'])} times the baseline's speed"]
             if AS_FAST in ranked:
                 parts.append(f"Not told apart from it: {named(ranked[AS_FAST])}")
         else:
@@ -181,7 +165,7 @@ class Decision:
             parts.append(f"Not to be trusted: {named(ranked[NONE])}")
         if self.alarm is not None:
             explained = self._explained_by(self.alarm)
-            which = "speedup here" if self._fastest in explained else f"gain of {named(explained)}"
+            which = "speedup here" if ranked[FASTEST][0] in explained else f"gain of {named(explained)}"
             gave = speedup_text(self.alarm.summary["overall"])
             parts.append(f"The baseline against itself gave {gave}: trust no {which}")
         return ". ".join(parts)
@@ -197,10 +181,6 @@ class Decision:
         alarming = [run for run in self.itself if _differs(run, wider) and self._explained_by(run)]
         return max(alarming, key=lambda run: abs(math.log(run.summary["overall"]["speedup"])), default=None)
 
-    @property
-    def _fastest(self) -> str | None:
-        return next((one.label for one, rank in zip(self.alternatives, self.ranks) if rank == FASTEST), None)
-
     def _explained_by(self, run: Run) -> list[str]:
         """Whose gains are no larger than what the baseline has against itself in a run."""
         itself = run.summary["overall"]
@@ -208,7 +188,7 @@ class Decision:
             one.label
             for one, rank in zip(self.alternatives, self.ranks)
             if rank in (FASTEST, AS_FAST, GAINS)
-            and could_explain(itself["speedup_low"], itself["speedup_high"], one.summary["overall"])
+            and remarks.could_explain(itself["speedup_low"], itself["speedup_high"], one.summary["overall"])
         ]
 
 
@@ -240,7 +220,7 @@ def decisions(runs: Iterable[Run]) -> list[Decision]:
             if run.summary["baseline"]["quoted_against"] == ENGINE:  # else it is our loop beside generate
                 itself.setdefault(setting, []).append(run)
             continue
-        name = f"{method_label(run.summary)}{cores_label(run.summary)}"
+        name = f"{method_label(run.summary)}{remarks.cores_label(run.summary)}"
         label = ", ".join([name, *as_text(differing)])
         settings[setting].setdefault(label, Alternative(label)).runs.append(run)
     return [
@@ -278,7 +258,7 @@ def _is_plain(summary: dict) -> bool:
     overall = summary["overall"]
     nothing = overall["acceptance_rate"] is None and summary.get("engine") is None
     as_usual = not overall["alignment_share"] and not summary["settings"].get("token_budget")
-    return nothing and as_usual and not drafts and not faults(summary)
+    return nothing and as_usual and not drafts and not remarks.faults(summary)
 
 
 def decision_table(decision: Decision) -> Table:
@@ -321,9 +301,9 @@ def facts(decision: Decision) -> list[str]:
     if decision.itself:
         run = decision.alarm or decision.itself[-1]
         lines.append(f"the baseline against itself: {speedup_text(run.summary['overall'])}")
-    if any(is_one_pool(one.summary) for one in shown):
-        lines.append(ONE_POOL)
-    if busy := [one.label for one in shown if disturbed(one.summary)]:
+    if any(remarks.is_one_pool(one.summary) for one in shown):
+        lines.append(remarks.ONE_POOL)
+    if busy := [one.label for one in shown if remarks.disturbed(one.summary)]:
         lines.append(f"disturbed by other processes: {named(busy)}")
     if slow := [one.label for one in shown if slow_machine(one.summary)]:
         lines.append(f"measured on a slow machine: {named(slow)}")
@@ -334,11 +314,11 @@ def setting_of(summary: dict, batches: bool = True) -> str:
     """All that alternatives share, in words; without the batch size, unless `batches`."""
     shared = {key: summary.get(key) for key in SETTING}
     shared["batch_size"] = batch_size(summary) if batches else None
-    shared["dtype"] = dtype_label(summary)
+    shared["dtype"] = remarks.dtype_label(summary)
     words = [
-        form.format(shared[key])
-        for key, form in SETTING.items()
-        if shared[key] is not None and USUAL.get(key) != shared[key]
+        IN_TITLES[key].format(value)
+        for key, value in shared.items()
+        if value is not None and USUAL.get(key) != value
     ]
     if (threads := summary.get("threads")) is not None:
         words.append(f"{threads} threads" if threads != 1 else "1 thread")
