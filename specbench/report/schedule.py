@@ -11,20 +11,12 @@ import json
 import sys
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from specbench.config.spec import POOL
 from specbench.measure.metrics.statistics import verdict
+from specbench.report import decision
 from specbench.report.cells import NUMBER, PlainTable, console, speedup_text
-from specbench.report.decision import (
-    batch_size,
-    beside_length,
-    draft_length,
-    in_words,
-    is_hypothetical,
-    setting_key,
-    tree_size,
-)
 from specbench.report.remarks import ONE_POOL, faults, is_one_pool
 from specbench.report.runs import DRAFT, Run, as_text, method_label
 from specbench.report.tables import runs_of_command
@@ -56,9 +48,7 @@ class Schedule:
     @cached_property
     def lengths(self) -> dict[int, int]:
         """Draft lengths by batch size; 0: do not draft."""
-        return {
-            size: 0 if run is None else draft_length(run.summary) or 0 for size, run in self.fastest.items()
-        }
+        return {size: 0 if run is None else _length(run) for size, run in self.fastest.items()}
 
     @property
     def ranges(self) -> list[list[int]]:
@@ -66,11 +56,6 @@ class Schedule:
         sizes = list(self.lengths)
         firsts, ends = [1, *sizes[1:]], [*(size - 1 for size in sizes[1:]), sizes[-1]]
         return [[first, end, self.lengths[size]] for size, first, end in zip(sizes, firsts, ends)]
-
-    @property
-    def zeros(self) -> list[int]:
-        """Batch sizes at which no draft pays off."""
-        return [size for size, length in self.lengths.items() if not length]
 
     def vllm(self) -> dict:
         """Keys of vLLM's speculative config: ranges of batch sizes, both ends included."""
@@ -102,12 +87,16 @@ def schedules(runs: Iterable[Run]) -> list[Schedule]:
     measured: dict[tuple[str, str, tuple[str, ...]], dict[str, list[Run]]] = {}
     for run in runs:
         summary = run.summary
-        has_length = draft_length(summary) and summary["draft_length"] == CONSTANT
+        has_length = decision.draft_length(summary) and summary["draft_length"] == CONSTANT
         drafts = summary["overall"]["acceptance_rate"] is not None or summary["engine"] is not None
-        if not (drafts and has_length) or tree_size(summary) or is_hypothetical(summary):
+        if not (drafts and has_length) or decision.tree_size(summary) or decision.is_hypothetical(summary):
             continue  # nothing is drafted, or not chains of one length, or not by what could be deployed
         scheduling, drafting = _chosen(summary)
-        key = (summary["drafter"] or summary["method"], drafting, setting_key(summary, batches=False))
+        key = (
+            summary["drafter"] or summary["method"],
+            drafting,
+            decision.setting_key(summary, batches=False),
+        )
         measured.setdefault(key, {}).setdefault(scheduling, []).append(run)
     every = []
     settings = {setting for *_, setting in measured}
@@ -115,14 +104,14 @@ def schedules(runs: Iterable[Run]) -> list[Schedule]:
         single = by_scheduler.pop("", [])  # a batch of one, whatever schedules larger ones
         for scheduling, of_it in (by_scheduler or {"": []}).items():
             if len(single + of_it) > 1:
-                words = filter(None, (scheduling, drafting, in_words(setting, settings)))
+                words = filter(None, (scheduling, drafting, decision.in_words(setting, settings)))
                 every.append(_schedule(drafter, words, single + of_it))
     return every
 
 
 def _chosen(summary: dict) -> tuple[str, str]:
     """What schedules, empty for one sequence at a time, and what is set of the drafter but its length, in words."""
-    settings = beside_length(summary)
+    settings = decision.beside_length(summary)
     if summary["unit"] != POOL or summary["engine"] is not None:  # another engine schedules by itself
         return "", ", ".join(sorted(as_text({k.removeprefix("drafter."): v for k, v in settings.items()})))
     of_scheduler = {k: v for k, v in settings.items() if k != DRAFT and not k.startswith("drafter.")}
@@ -133,15 +122,16 @@ def _chosen(summary: dict) -> tuple[str, str]:
 def _schedule(drafter: str, words: Iterable[str], runs: list[Run]) -> Schedule:
     """The schedule of runs that differ in batch size and draft length; words: of what they share."""
     by_size: dict[int, list[Run]] = {}
-    for run in sorted(runs, key=lambda run: batch_size(run.summary)):
-        by_size.setdefault(batch_size(run.summary), []).append(run)
-    lengths = {size: {draft_length(run.summary) or 0 for run in of_size} for size, of_size in by_size.items()}
-    return Schedule(
-        drafter,
-        ", ".join(words),
-        {size: _fastest(of_size) for size, of_size in by_size.items()},
-        {size: sorted(of_size) for size, of_size in lengths.items()},
-    )
+    for run in sorted(runs, key=lambda run: decision.batch_size(run.summary)):
+        by_size.setdefault(decision.batch_size(run.summary), []).append(run)
+    fastest = {size: _fastest(of_size) for size, of_size in by_size.items()}
+    measured = {size: sorted({_length(run) for run in of_size}) for size, of_size in by_size.items()}
+    return Schedule(drafter, ", ".join(words), fastest, measured)
+
+
+def _length(run: Run) -> int:
+    """The draft length of a run that has one."""
+    return cast("int", decision.draft_length(run.summary))
 
 
 def _fastest(runs: list[Run]) -> Run | None:
@@ -175,7 +165,7 @@ def main() -> int:
     """Prints the schedules of the runs of the command line; returns the exit code."""
     runs = runs_of_command("specbench schedule", __doc__)
     all_schedules = schedules(runs)
-    if trees := sorted({method_label(run.summary) for run in runs if tree_size(run.summary)}):
+    if trees := sorted({method_label(run.summary) for run in runs if decision.tree_size(run.summary)}):
         print(f"Left out, as they draft trees: {', '.join(trees)}.")
     if not all_schedules:
         raise UserError(
@@ -191,10 +181,9 @@ def main() -> int:
         ):
             text = form if isinstance(form, str) else json.dumps(form)
             print(f"{engine}: {text if any(schedule.lengths.values()) else 'none, do not speculate'}")
-        if any(schedule.lengths.values()) and schedule.zeros:
-            print(
-                f"SGLang cannot be told not to draft, as at batch size {', '.join(map(str, schedule.zeros))}."
-            )
+        zeros = [str(size) for size, length in schedule.lengths.items() if not length]
+        if 0 < len(zeros) < len(schedule.lengths):
+            print(f"SGLang cannot be told not to draft, as at batch size {', '.join(zeros)}.")
         smallest, largest = min(schedule.lengths), max(schedule.lengths)
         if smallest > 1:
             print(f"Smaller batches than {smallest} were not measured: they take its length.")
