@@ -104,16 +104,13 @@ class Recorded:
         steps = steps_frame(run.records)
         self._rounds = steps[steps["arm"] == METHOD].copy()
         self.longest, self.most = int(self._rounds["drafted"].max()), draft_length(run.summary)
-        left = (
-            run.summary["max_new_tokens"] - self._rounds["place"] - 1
-        )  # the last token belongs to the target alone
+        # The last token belongs to the target alone.
+        left = run.summary["max_new_tokens"] - self._rounds["place"] - 1
         # What a rule allowed is not recorded: its drafts are taken to be as long as that.
-        self._rounds["limit"] = (
-            left.clip(upper=self.longest) if self.rule == CONSTANT else self._rounds["drafted"]
-        )
+        limit = left.clip(upper=self.longest) if self.rule == CONSTANT else self._rounds["drafted"]
+        self._rounds["limit"] = limit
         self.is_chain = self.longest > 0 and bool((self._rounds["depth"] == self._rounds["drafted"]).all())
-        plain = steps[steps["arm"] == BASELINE]
-        self.baseline_round = float(_seconds(plain).mean())
+        self.baseline_round = float(_seconds(steps[steps["arm"] == BASELINE]).mean())
         self.after_full = self._after_full()
         self.answers = [*self._answers()]
 
@@ -125,11 +122,8 @@ class Recorded:
 
     def costs(self) -> pd.DataFrame:
         """`sum` and `size` of the rounds' seconds by draft tokens, in rounds of the baseline."""
-        return (
-            (_seconds(self._rounds) / self.baseline_round)
-            .groupby(self._rounds["drafted"])
-            .agg(["sum", "size"])
-        )
+        costs = _seconds(self._rounds) / self.baseline_round
+        return costs.groupby(self._rounds["drafted"]).agg(["sum", "size"])
 
     def _after_full(self) -> float:
         """As the attribute; drafts that stopped by themselves do not count as whole."""
@@ -143,15 +137,9 @@ class Recorded:
         rounds = {key: part for key, part in self._rounds.groupby(ANSWER)}
         quoted = self.run.summary["baseline"]["quoted_against"]  # what the measured speedup is against, too
         for record in self.run.records:
-            for turn in record.get("turns") or ():
+            for turn in record["turns"]:
+                key = tuple((record | turn)[name] for name in ANSWER)
                 for i, answer in enumerate(turn["arms"].get(METHOD, ())):
-                    key = (
-                        record["process"],
-                        record["repeat"],
-                        record["question_id"],
-                        record["pool"],
-                        turn["turn"],
-                    )
                     plain = turn["arms"][ARMS[quoted]][i]
                     if key in rounds:
                         right, ends = _guesses(rounds[key], len(answer["tokens"]))
@@ -233,9 +221,8 @@ def play(recorded: Recorded, costs: Sequence[float] | None, rule: Constant, orac
                 decoding = by_length[drafted].sum() * recorded.baseline_round * answer.scale
                 method_seconds += answer.prefill_seconds + decoding
                 baseline_seconds += answer.baseline_seconds
-    return Played(
-        tokens / passes if passes else None, baseline_seconds / method_seconds if method_seconds else None
-    )
+    length = tokens / passes if passes else None
+    return Played(length, baseline_seconds / method_seconds if method_seconds else None)
 
 
 def mean_costs(recorded: Iterable[Recorded]) -> dict[int, float]:
