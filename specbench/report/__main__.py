@@ -9,8 +9,10 @@ prints that table alone, `--write PAGE` writes it into a page.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -115,13 +117,16 @@ def compare_runs(arguments: list[str]) -> int:
         # The run after it would else be judged, or be what the others are judged by.
         raise UserError(f"a gate needs every run: {'; '.join(map(str, left_out))}")
     tables.print_left_out(left_out)
-    compare.at_least_two(runs)
+    if len(runs) < 2:
+        raise UserError("a comparison needs two finished runs")
     if not options.json:
         compare.print_comparison(runs, options.metric)
         if options.fail_below is None:
             return 0
     judged = gate.judge(runs, options.metric, options.fail_below, options.allow)
-    print(gate.as_json(judged) if options.json else "\n".join(map(str, judged)))
+    print(
+        json.dumps([asdict(one) for one in judged], indent=2) if options.json else "\n".join(map(str, judged))
+    )
     return gate.exit_code(judged)
 
 

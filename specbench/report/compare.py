@@ -12,7 +12,6 @@ from specbench.measure.metrics.statistics import LEAST_PASSES
 from specbench.report import cells, remarks, tables
 from specbench.report.runs import Run, differences, not_comparable, row_names, task_names
 from specbench.report.training_data import differing_training
-from specbench.system.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -25,24 +24,13 @@ ONE_PROCESS = "intervals over questions: how far processes of a run differ is no
 
 
 def print_comparison(runs: list[Run], metric: str = SPEEDUP) -> None:
-    """Prints what hinders the comparison, the runs' own numbers, and the paired ratios to the first run in a metric.
-
-    Raises:
-        UserError: fewer than two runs.
-    """
-    at_least_two(runs)
+    """Prints what hinders the comparison, the runs' own numbers, and the paired ratios to the first run in a metric."""
     hindrances = [*not_comparable(runs), *differing_questions(runs), *without_difference(runs), *faulty(runs)]
     apart = differing_turns(runs) + differing_training(run.summary for run in runs)
     tables.print_notes(hindrances + apart + remarks.machine_warnings(runs))
     out = cells.console()
     out.print(tables.overview_table(run.summary for run in runs))
     out.print(difference_table(runs, metric))
-
-
-def at_least_two(runs: list[Run]) -> None:
-    """Raises UserError for fewer than two runs."""
-    if len(runs) < 2:
-        raise UserError("a comparison needs two finished runs")
 
 
 def differing_questions(runs: list[Run]) -> list[str]:
@@ -114,7 +102,9 @@ def difference_table(runs: list[Run], metric: str = SPEEDUP) -> Table:
     first, *others = runs
     names = row_names(runs)
     title = "times as fast as" if metric == SPEEDUP else f"{metric} / that of"
-    foot = ONE_PROCESS if metric == SPEEDUP and _alone(runs) else ""
+    # One process measured the whole of a run: the interval holds nothing of how processes differ.
+    alone = any(run.summary.get("processes", 1) < LEAST_PASSES for run in runs)
+    foot = ONE_PROCESS if metric == SPEEDUP and alone else ""
     table = cells.PlainTable(f"{title} {names[0]}", foot)
     table.add_columns("task", no_wrap=True)
     table.add_columns(*names[1:], justify="right", overflow="fold")
@@ -144,11 +134,6 @@ def relative(first: Run, second: Run, metric: str = SPEEDUP) -> dict[str, metric
     }
     overall = metrics.relative([one], [other], processes, what in metrics.COUNTED)
     return by_task | {"overall": overall}
-
-
-def _alone(runs: list[Run]) -> bool:
-    """Whether one process measured the whole of a run: the interval then holds nothing of how processes differ."""
-    return any(run.summary.get("processes", 1) < LEAST_PASSES for run in runs)
 
 
 def hindrance(first: Run, run: Run) -> str:

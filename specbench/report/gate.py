@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from specbench.config.spec import POOL
@@ -78,11 +77,6 @@ def judge(
 def exit_code(judged: list[Judged]) -> int:
     """0 passed, 1 failed, 2 the runs may not be compared; the highest of all."""
     return max(EXIT_CODES.get(one.verdict, 0) for one in judged)
-
-
-def as_json(judged: list[Judged]) -> str:
-    """What was judged, for a program: a list of objects with the fields of `Judged`."""
-    return json.dumps([asdict(one) for one in judged], indent=2)
 
 
 def _judge(first: Run, run: Run, metric: str, fail_below: float | None, allow: tuple[str, ...]) -> Judged:

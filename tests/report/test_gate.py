@@ -146,6 +146,12 @@ def test_a_run_that_was_named_and_has_no_numbers_stops_a_gate(pair, monkeypatch,
             assert f"a gate needs every run: {second.name}: unfinished" in capsys.readouterr().err
 
 
+def test_one_run_is_no_comparison(pair, monkeypatch, capsys):
+    with pytest.raises(SystemExit) as ended:
+        command(monkeypatch, capsys, pair(1.5)[0].folder)
+    assert ended.value.code == 2 and "a comparison needs two finished runs" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("options", [("--fail-below", "nan"), ("--fail-below", "0"), ("--allow", "")])
 def test_a_limit_that_nothing_can_miss_is_refused(pair, monkeypatch, capsys, options):
     with pytest.raises(SystemExit) as ended:
