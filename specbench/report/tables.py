@@ -10,6 +10,7 @@ from rich.text import Text
 
 from specbench.config.spec import POOL, QUESTION
 from specbench.data.question_files import TASKS
+from specbench.report import remarks
 from specbench.report.cells import (
     NUMBER,
     UNKNOWN,
@@ -20,26 +21,6 @@ from specbench.report.cells import (
     questions_text,
     share_text,
     speedup_text,
-)
-from specbench.report.remarks import (
-    ONE_POOL,
-    acceptance_line,
-    baseline_line,
-    baseline_rate,
-    batch_line,
-    cores_label,
-    engine_line,
-    gain,
-    is_one_pool,
-    itself_text,
-    kernels_line,
-    likelihood_line,
-    machine_line,
-    notes,
-    passes_line,
-    repetition_line,
-    settings_lines,
-    title_text,
 )
 from specbench.report.runs import (
     Run,
@@ -70,19 +51,19 @@ SHORT = {  # column heads
 def run_table(summary: dict) -> Table:
     """The numbers of one run: a row per task, those with a violation first, then all questions together."""
     engine = summary.get("engine")
-    caption = baseline_line(summary["baseline"]) if engine is None else engine_line(summary)
+    caption = remarks.baseline_line(summary["baseline"]) if engine is None else remarks.engine_line(summary)
     for line in (
-        likelihood_line(summary),
-        batch_line(summary),
+        remarks.likelihood_line(summary),
+        remarks.batch_line(summary),
         *summary.get("notes", ()),
-        acceptance_line(summary["overall"]),
-        passes_line(summary),
-        machine_line(summary),
-        kernels_line(summary),
-        repetition_line(summary),
+        remarks.acceptance_line(summary["overall"]),
+        remarks.passes_line(summary),
+        remarks.machine_line(summary),
+        remarks.kernels_line(summary),
+        remarks.repetition_line(summary),
     ):
         caption.append(f"\n{line}" if line else "")
-    table = PlainTable(title_text(summary), caption)
+    table = PlainTable(remarks.title_text(summary), caption)
     _add_columns(table, "task")
     tasks = sorted(summary["tasks"].items(), key=lambda item: not item[1]["equivalence"]["violation"])
     for name, numbers in tasks:
@@ -102,7 +83,7 @@ def spec_bench_table(summaries: Iterable[dict]) -> Table | None:
     if not summaries:
         return None
     title = "speedups by task, in Spec-Bench's form; its def.: overall as Spec-Bench itself defines it"
-    table = PlainTable(title, "\n".join(settings_lines(summaries)), padding=0)
+    table = PlainTable(title, "\n".join(remarks.settings_lines(summaries)), padding=0)
     table.add_columns("run", overflow="fold", min_width=12)
     measured = task_names(summaries)
     # Spec-Bench's own table has all its tasks; other benchmarks have tasks of their own.
@@ -110,7 +91,7 @@ def spec_bench_table(summaries: Iterable[dict]) -> Table | None:
     last = ("accept.\nlength", "overall", "its\ndef.", "MBSU", "exact/\ntie/viol.")
     table.add_columns(*(SHORT.get(task, task) for task in shown), *last, **NUMBER)
     for label, summary in zip(labels(summaries), summaries):
-        label += cores_label(summary)
+        label += remarks.cores_label(summary)
         numbers, tasks = summary["overall"], summary["tasks"]
         speedups = [speedup_text(tasks[task], narrow=True) if task in tasks else UNKNOWN for task in shown]
         accepted, overall = number_text(numbers["acceptance_length"], 2), speedup_text(numbers, narrow=True)
@@ -133,8 +114,8 @@ def overview_table(summaries: Iterable[dict]) -> Table:
     _add_columns(table, "run", with_baseline=True)
     for label, summary in zip(labels(summaries), summaries):
         questions, rate, *rest = _cells(summary["overall"])
-        baseline = number_text(baseline_rate(summary["baseline"]), 1)
-        table.add_row(label + cores_label(summary), questions, rate, baseline, *rest)
+        baseline = number_text(remarks.baseline_rate(summary["baseline"]), 1)
+        table.add_row(label + remarks.cores_label(summary), questions, rate, baseline, *rest)
     return table
 
 
@@ -156,9 +137,9 @@ def engines_table(summaries: Iterable[dict]) -> Table | None:
         fraction = baseline["bandwidth_fraction"]
         table.add_row(
             label,
-            number_text(baseline_rate(baseline), 1),
+            number_text(remarks.baseline_rate(baseline), 1),
             UNKNOWN if fraction is None else f"{fraction:.0%}",
-            UNKNOWN if engine is None else itself_text(engine),
+            UNKNOWN if engine is None else remarks.itself_text(engine),
             speedup_text(summary["overall"]),
             number_text(summary["overall"]["acceptance_length"], 2),
             equivalence_text(summary["equivalence"]),
@@ -235,7 +216,7 @@ def batches_table(summaries: Iterable[dict]) -> Table | None:
             label,
             str(summary["batch_size"]),
             number_text(overall["tokens_per_second"], 1),
-            number_text(gain(summary), 2),
+            number_text(remarks.gain(summary), 2),
             speedup_text(overall),
             share_text(overall["occupancy"]),
             share_text(overall["alignment_share"]),
@@ -268,7 +249,7 @@ def print_overview(runs: list[Run]) -> None:
             out.print(table)
         else:
             print_notes([f"{table.title}: {table.row_count} rows, which python -m specbench.report writes"])
-    print_notes(notes(runs))
+    print_notes(remarks.notes(runs))
 
 
 def runs_of_command(program: str, description: str | None, with_records: bool = False) -> list[Run]:
@@ -296,10 +277,10 @@ def print_notes(lines: list[str]) -> None:
 
 def _caption(summaries: list[dict]) -> str:
     """What stands below a table of runs: their kinds of settings, and whose intervals are over repeats of one pool."""
-    alone = [is_one_pool(summary) for summary in summaries]
-    lines = settings_lines(summaries)
+    alone = [remarks.is_one_pool(summary) for summary in summaries]
+    lines = remarks.settings_lines(summaries)
     if any(alone):
-        lines.append(ONE_POOL if all(alone) else f"batches: {ONE_POOL}")
+        lines.append(remarks.ONE_POOL if all(alone) else f"batches: {remarks.ONE_POOL}")
     return "\n".join(lines)
 
 
