@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import LlamaConfig
@@ -14,6 +14,7 @@ from methods.common.checkpoints import (
     fill,
     read_checkpoint,
     ready,
+    sizes_trained_for,
     write_checkpoint,
 )
 from methods.eagle.model import EagleModel, eagle_config
@@ -24,7 +25,7 @@ from specbench.system.errors import UserError
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from transformers import PretrainedConfig, PreTrainedModel
+    from specbench.decoding.model.staged_model import StagedModel
 
 WHAT = "the weights of the drafter"
 FILES = (WEIGHTS, "pytorch_model.bin")
@@ -35,11 +36,7 @@ ROWS = 4096  # of embeddings that are compared at a time
 
 
 def load_eagle(
-    folder: str | Path,
-    target: PreTrainedModel,
-    device: torch.device,
-    dtype: torch.dtype,
-    expansion: Expansion | None = None,
+    folder: str | Path, target: StagedModel, expansion: Expansion | None = None
 ) -> tuple[EagleModel, dict[str, Any]]:
     """Reads `config.json` and `model.safetensors` or the authors' `pytorch_model.bin` from a folder.
 
@@ -48,9 +45,7 @@ def load_eagle(
 
     Args:
         folder: where the files are.
-        target: whose states it reads, as it is used: if `expansion` is given, the expanded one.
-        device: to put the drafting model on.
-        dtype: of the drafting model.
+        target: that is drafted for; its device and dtype are the drafting model's.
         expansion: how the target was expanded; the drafting model is, too.
 
     Returns:
@@ -61,9 +56,7 @@ def load_eagle(
             another target.
     """
     settings, state = read_checkpoint(folder, WHAT, FILES)
-    target_config = target.config.get_text_config()
-    width = target_config.hidden_size if expansion is None else expansion.old.hidden
-    check_width(folder, WHAT, settings.get("hidden_size"), width)
+    check_width(folder, WHAT, settings.get("hidden_size"), sizes_trained_for(target, expansion)[0])
     state.pop(IGNORED, None)
     check_embedding(folder, state.pop(EMBEDDING, None), target)
     config = LlamaConfig(**settings | _layer_settings(settings, state))
@@ -71,8 +64,8 @@ def load_eagle(
     model = EagleModel(config)
     fill(folder, WHAT, model, state)
     if expansion is not None:
-        model = _expanded(model.float(), target_config, device, dtype, expansion)
-    return ready(model, device, dtype), settings
+        model = _expanded(model.float(), target, expansion)
+    return ready(model, target.device, target.dtype), settings
 
 
 def save_eagle(model: EagleModel, folder: str | Path, dtype: torch.dtype, **notes: Any) -> None:
@@ -81,11 +74,11 @@ def save_eagle(model: EagleModel, folder: str | Path, dtype: torch.dtype, **note
     write_checkpoint(folder, settings, model.state_dict(), dtype)
 
 
-def check_embedding(folder: str | Path, embedding: torch.Tensor | None, target: PreTrainedModel) -> None:
+def check_embedding(folder: str | Path, embedding: torch.Tensor | None, target: StagedModel) -> None:
     """Raises UserError if a checkpoint holds an embedding, and it is not the target's."""
     if embedding is None:
         return
-    target_embedding = cast("torch.nn.Embedding", target.get_input_embeddings()).weight
+    target_embedding = target.embed_tokens.weight
     fits = embedding.shape[1] <= target_embedding.shape[1]
     for theirs, ours in zip(embedding.split(ROWS), target_embedding.split(ROWS)) if fits else ():
         n, width = min(len(theirs), len(ours)), theirs.shape[1]  # an expanded target is wider
@@ -110,19 +103,14 @@ def _layer_settings(settings: dict[str, Any], state: dict[str, torch.Tensor]) ->
     return layer_settings | {"head_dim": head_dim, "num_key_value_heads": keys.shape[0] // head_dim}
 
 
-def _expanded(
-    model: EagleModel,
-    target_config: PretrainedConfig,
-    device: torch.device,
-    dtype: torch.dtype,
-    expansion: Expansion,
-) -> EagleModel:
+def _expanded(model: EagleModel, target: StagedModel, expansion: Expansion) -> EagleModel:
     """The drafting model of an expanded target: it computes the same states, and costs what one of that width does."""
     if model.layer.self_attn.q_proj.bias is not None:
         raise UserError(f"{WHAT} hold biases of queries, keys or values: they cannot be expanded")
     grows = expansion.new.vocab > expansion.old.vocab
     settings = model.config.to_dict() | {"bias": grows or model.fc.bias is not None}
-    expander = Expansion(settings, eagle_config(target_config).to_dict(), "the drafter")
+    expander = Expansion(settings, eagle_config(target.config).to_dict(), "the drafter")
+    device, dtype = target.device, target.dtype
     expanded = expander.build(EagleModel, torch.nn.ModuleDict({"layers": model.layers}), device, dtype)
     old, new = expander.old.hidden, expander.new.hidden
     with torch.no_grad():

@@ -170,4 +170,4 @@ def _loaded(pair: Pair, weights: str) -> tuple[DraftingModel, dict[str, Any]]:
     """The drafting model of a pair, and the content of its config.json."""
     from methods.eagle.checkpoint import load_eagle  # late: transformers' models take seconds to import
 
-    return load_eagle(weights, pair.target, pair.device, pair.dtype, pair.expansion)
+    return load_eagle(weights, pair.staged, pair.expansion)

@@ -14,7 +14,15 @@ from torch import nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRMSNorm
 
-from methods.common.checkpoints import WEIGHTS, check_width, fill, read_checkpoint, ready, write_checkpoint
+from methods.common.checkpoints import (
+    WEIGHTS,
+    check_width,
+    fill,
+    read_checkpoint,
+    ready,
+    sizes_trained_for,
+    write_checkpoint,
+)
 from methods.common.draft_layer import DraftLayer
 from specbench.models.expansion import Expansion
 from specbench.system.errors import UserError
@@ -23,6 +31,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from transformers import PretrainedConfig
+
+    from specbench.decoding.model.staged_model import StagedModel
 
 WHAT = "the weights of the adapter"
 FILES = (WEIGHTS, "pytorch_model.bin")
@@ -78,22 +88,14 @@ def check_exit_layer(exit_layer: int, layers: int) -> int:
     return exit_layer
 
 
-def load_adapter(
-    folder: str | Path,
-    target_config: PretrainedConfig,
-    device: torch.device,
-    dtype: torch.dtype,
-    expansion: Expansion | None = None,
-) -> Adapter:
+def load_adapter(folder: str | Path, target: StagedModel, expansion: Expansion | None = None) -> Adapter:
     """Reads `config.json` and `model.safetensors` or the authors' `pytorch_model.bin` from a folder.
 
     Pickles are read with weights_only.
 
     Args:
         folder: where the files are.
-        target_config: of the target.
-        device: to put the adapter on.
-        dtype: of the adapter.
+        target: that is drafted for; its device and dtype are the adapter's.
         expansion: how the target was expanded; the adapter is, too, to the size that the paper gives such a target.
 
     Raises:
@@ -101,26 +103,19 @@ def load_adapter(
             target of another width.
     """
     settings, state = read_checkpoint(folder, WHAT, FILES)
-    width = target_config.hidden_size if expansion is None else expansion.old.hidden
-    check_width(folder, WHAT, settings.get("hidden_size"), width)
+    check_width(folder, WHAT, settings.get("hidden_size"), sizes_trained_for(target, expansion)[0])
     adapter = Adapter(LlamaConfig(**settings))
     state.pop(IGNORED, None)
     fill(folder, WHAT, adapter, state)
     if expansion is not None:
-        adapter = _expanded(adapter.float(), target_config, device, dtype, expansion)
-    return ready(adapter, device, dtype)
+        adapter = _expanded(adapter.float(), target, expansion)
+    return ready(adapter, target.device, target.dtype)
 
 
-def _expanded(
-    adapter: Adapter,
-    target_config: PretrainedConfig,
-    device: torch.device,
-    dtype: torch.dtype,
-    expansion: Expansion,
-) -> Adapter:
+def _expanded(adapter: Adapter, target: StagedModel, expansion: Expansion) -> Adapter:
     """The adapter at the width and heads of an expanded target, for the same states after the exit layer."""
-    expander = Expansion(adapter.config.to_dict(), adapter_config(target_config).to_dict(), "the adapter")
-    expanded = expander.build(Adapter, adapter, device, dtype)
+    expander = Expansion(adapter.config.to_dict(), adapter_config(target.config).to_dict(), "the adapter")
+    expanded = expander.build(Adapter, adapter, target.device, target.dtype)
     if (exit_layer := getattr(adapter.config, "exit_layer", None)) is not None:
         expanded.config.exit_layer = expansion.layers(exit_layer)
     return expanded

@@ -59,8 +59,7 @@ class Kangaroo(Drafter):
     ):
         from methods.kangaroo.adapter import load_adapter  # late: transformers' models take seconds to import
 
-        loaded = load_adapter(weights, pair.target.config, pair.device, pair.dtype, pair.expansion)
-        self.adapter = loaded.for_drafting(pair)
+        self.adapter = load_adapter(weights, pair.staged, pair.expansion).for_drafting(pair)
         exit_layer = _exit_layer(exit_layer, self.adapter, pair.target.config.num_hidden_layers)
         self.exit_layer = exit_layer
         self.taps = (exit_layer,)

@@ -51,7 +51,7 @@ def folder(tmp_path) -> str:
 
 
 def loaded(folder, arch: str = "llama"):
-    return load_eagle(folder, random_pair(arch).target, CPU, torch.float32)
+    return load_eagle(folder, StagedModel(random_pair(arch).target))
 
 
 def test_the_published_tree():
@@ -243,7 +243,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused(folder, change, message):
 def test_other_faults_of_a_checkpoint(folder, tmp_path):
     narrow = random_model("llama", 0, hidden_size=32)
     with pytest.raises(UserError, match=r"64 wide.*32.*another target"):
-        load_eagle(folder, narrow, CPU, torch.float32)
+        load_eagle(folder, StagedModel(narrow))
     with pytest.raises(UserError, match="config.json is missing"):
         loaded(tmp_path / "nowhere")
 
@@ -339,7 +339,7 @@ def test_the_drafter_of_an_expanded_target(vocab, folder):
     }
     expansion = Expansion(pair.target.config.to_dict(), shape, "x")
     target = expand_model(pair.target, expansion, CPU, torch.float32)
-    new, _ = load_eagle(folder, target, CPU, torch.float32, expansion)
+    new, _ = load_eagle(folder, StagedModel(target), expansion)
     assert new.fc.weight.shape == (96, 192)
     wide = type(pair)(**(vars(pair) | {"target": target, "expansion": expansion}))
     own = chained(fitted_eagle("llama"), *pairs_of(pair, PROMPT), 3)

@@ -20,6 +20,7 @@ from specbench.system.errors import UserError
 from tests.support.checkpoints import RunsCode, spoil
 from tests.support.decoding import random_pair, tokens_through_layers
 from tests.support.methods import saved_adapter
+from tests.support.models import random_model
 
 PROMPT = [3, 9, 27, 11, 33, 29, 17]
 
@@ -102,7 +103,7 @@ def test_no_layer_sees_a_token_twice_in_a_round(folder):
 def test_bytes_of_a_round(folder):
     pair = random_pair("llama")
     target = StagedModel(pair.target)
-    adapter = load_adapter(folder, pair.target.config, "cpu", torch.float32)
+    adapter = load_adapter(folder, StagedModel(pair.target))
     adapter_bytes = 4 * sum(p.numel() for p in adapter.parameters())
     head, shallow = target.pass_bytes(0, 0), target.pass_bytes(0, 2, head=False)
     rounds = full_rounds(run(folder, 4, 0.0), 4)
@@ -148,7 +149,7 @@ def test_loads_the_authors_format(folder, tmp_path):
     torch.save(
         state | {"layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}, authors / "pytorch_model.bin"
     )
-    ours, theirs = (load_adapter(f, config, "cpu", torch.float32) for f in (folder, authors))
+    ours, theirs = (load_adapter(f, StagedModel(pair.target)) for f in (folder, authors))
     hidden = torch.randn(1, 5, config.hidden_size)
     rope = ours.rope(torch.arange(5).unsqueeze(0), hidden)
     assert torch.equal(*(one(hidden, position_embeddings=rope) for one in (ours, theirs)))
@@ -165,31 +166,31 @@ def test_loads_the_authors_format(folder, tmp_path):
 def test_a_checkpoint_that_does_not_fit_is_refused(folder, change, message):
     spoil(folder, change)
     with pytest.raises(UserError, match=message):
-        load_adapter(folder, random_pair("llama").target.config, "cpu", torch.float32)
+        load_adapter(folder, StagedModel(random_pair("llama").target))
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
 def test_an_adapter_that_cannot_be_read_is_refused(folder, name):
     (Path(folder) / name).write_text("neither JSON nor tensors")
     with pytest.raises(UserError, match=f"adapter .*'{folder}'.*: "):
-        load_adapter(folder, random_pair("llama").target.config, "cpu", torch.float32)
+        load_adapter(folder, StagedModel(random_pair("llama").target))
 
 
 def test_an_adapter_whose_folder_is_a_file_is_refused(folder):
     with pytest.raises(UserError, match=r"adapter .*config\.json"):
-        load_adapter(f"{folder}/config.json", random_pair("llama").target.config, "cpu", torch.float32)
+        load_adapter(f"{folder}/config.json", StagedModel(random_pair("llama").target))
 
 
 def test_an_adapter_of_another_width_is_refused(folder):
     with pytest.raises(UserError, match="another target"):
-        load_adapter(folder, LlamaConfig(hidden_size=48, num_attention_heads=4), "cpu", torch.float32)
+        load_adapter(folder, StagedModel(random_model("llama", 0, hidden_size=48)))
 
 
 def test_a_pickle_that_runs_code_is_not_loaded(folder, tmp_path):
     (tmp_path / "model.safetensors").unlink()
     torch.save({"norm.weight": RunsCode()}, tmp_path / "pytorch_model.bin")
     with pytest.raises(UserError, match="[Ww]eights.only"):
-        load_adapter(folder, random_pair("llama").target.config, "cpu", torch.float32)
+        load_adapter(folder, StagedModel(random_pair("llama").target))
 
 
 def test_the_exit_layer_is_the_adapters_own_or_said(folder):

@@ -65,7 +65,7 @@ def test_training_learns_and_a_stopped_one_goes_on_to_the_same_adapter(workplace
     pair = load_pair(cfg.pair, 0, with_draft=False)
     target = StagedModel(pair.target)
     held_out = list(islice(batches(cfg, pair, held_out=True), 2))
-    trained = load_adapter(whole, pair.target.config, "cpu", torch.float32)
+    trained = load_adapter(whole, StagedModel(pair.target))
     torch.manual_seed(0)
     fresh, _ = kangaroo_train.fresh_adapter(target, 2)
     modules = [kangaroo_train.Distillation(adapter, target, 2) for adapter in (fresh, trained)]
@@ -80,7 +80,7 @@ def test_training_learns_and_a_stopped_one_goes_on_to_the_same_adapter(workplace
         kangaroo_train.train(cfg)
     assert sorted(p.name for p in (tmp_path / "stopped/checkpoints").iterdir()) == [".lock", "state-30"]
     monkeypatch.undo()
-    resumed = load_adapter(kangaroo_train.train(cfg), pair.target.config, "cpu", torch.float32)
+    resumed = load_adapter(kangaroo_train.train(cfg), StagedModel(pair.target))
     for name, weight in trained.state_dict().items():
         torch.testing.assert_close(resumed.state_dict()[name], weight, msg=name)
 

@@ -98,9 +98,9 @@ def in_bfloat16() -> Iterator[None]:
         torch.set_default_dtype(torch.float32)
 
 
-def adapter(folder, config, device, dtype, expansion) -> adapters.Adapter:
+def adapter(folder, target, expansion) -> adapters.Adapter:
     with in_bfloat16():
-        return adapters.Adapter(adapters.adapter_config(config)).eval().requires_grad_(False)
+        return adapters.Adapter(adapters.adapter_config(target.config)).eval().requires_grad_(False)
 
 
 def heads(folder, target, pair) -> tuple[MedusaHeads, dict, None]:

@@ -348,7 +348,8 @@ def test_kangaroos_adapter(tmp_path):
     shape = SAME | {"num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4}
     for vocab in (61, 70):
         expansion = Expansion(pair.target.config.to_dict(), shape | {"vocab_size": vocab}, "x")
-        new = load_adapter(tmp_path, expansion.config(), CPU, torch.float32, expansion)
+        target = StagedModel(expand_model(pair.target, expansion, CPU, torch.float32))
+        new = load_adapter(tmp_path, target, expansion)
         assert new.config.exit_layer == 3
         assert new.layers[0].self_attn.q_proj.weight.shape == (8 * 16, 96)
         states, positions = torch.randn(1, 9, 64), torch.arange(9).unsqueeze(0)
@@ -360,7 +361,7 @@ def test_kangaroos_adapter(tmp_path):
         assert found[..., 65:].abs().max() == 0 and (found[..., 64] > 0).all() == (vocab > 61)
     wrong = Expansion(random_model("llama", 0, hidden_size=32).config.to_dict(), SAME, "x")
     with pytest.raises(UserError, match="64 wide, the target 32"):
-        load_adapter(tmp_path, wrong.config(), CPU, torch.float32, wrong)
+        load_adapter(tmp_path, target, wrong)
 
 
 def test_streams(tmp_path):
