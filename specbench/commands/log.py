@@ -18,10 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import yaml
-
 from specbench.config.checks import check_tracker
-from specbench.config.compose import CONF
+from specbench.config.compose import group_file
 from specbench.measure.records import run_folder as store
 from specbench.system.errors import UserError, one_line, one_line_errors
 from specbench.system.processes import end_with_parent
@@ -32,7 +30,6 @@ if TYPE_CHECKING:
     import pandas as pd
     import wandb
 
-DEFAULTS = CONF / "tracker" / "wandb.yaml"
 MODES = ("online", "offline")
 CACHE = Path("runs") / "wandb"  # where `compare` puts the run folders that it gets
 OFFLINE_SECONDS = 120  # that logging may take without the service
@@ -85,44 +82,36 @@ def _attempt(run_dir: Path, tracker: dict, limit: float) -> str:
     variables = {"WANDB_SILENT": "true", "WANDB_CACHE_DIR": str(home / "cache"), "WANDB_DATA_DIR": str(home)}
     # No service process that others use: a run that was given up would go on there.
     inherited = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}
-    command = [
-        sys.executable,
-        "-m",
-        "specbench.report.wandb_run",
-        str(run_dir.resolve()),
-        json.dumps(tracker),
-    ]
+    module = "specbench.report.wandb_run"
+    command = [sys.executable, "-m", module, str(run_dir.resolve()), json.dumps(tracker)]
     # Files, not pipes: the client has a service process of its own, which holds them too and may end later.
     with tempfile.TemporaryFile("w+") as output, open(home / f"{tracker['mode']}.log", "w") as log:
-        child = subprocess.Popen(
-            command,
-            env=inherited | variables,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=log,
-            preexec_fn=end_with_parent,
-        )
         try:
-            code = child.wait(limit)
+            ended = subprocess.run(
+                command,
+                env=inherited | variables,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=log,
+                preexec_fn=end_with_parent,
+                timeout=limit,
+                check=False,
+            )
         except subprocess.TimeoutExpired:
             raise ChildProcessError(f"no end within {limit} s") from None
-        finally:
-            if child.poll() is None:
-                child.kill()
-                child.wait()
         output.seek(0)
         line = output.readline().strip()
-    if code != 0:
-        raise ChildProcessError(line or f"exit code {code}, see {log.name}")
+    if ended.returncode != 0:
+        raise ChildProcessError(line or f"exit code {ended.returncode}, see {log.name}")
     return line
 
 
 def tracker_of(run_dir: Path, **overrides: str | None) -> dict:
     """The tracker's settings that a run folder was made with, or else the defaults, under the `overrides`."""
     run_settings = store.read_config(run_dir)["tracker"]
-    settings = yaml.safe_load(DEFAULTS.read_text()) | (
-        run_settings if run_settings["name"] == "wandb" else {}
-    )
+    settings = group_file("tracker", "wandb")
+    if run_settings["name"] == "wandb":
+        settings |= run_settings
     return settings | {key: value for key, value in overrides.items() if value is not None}
 
 
