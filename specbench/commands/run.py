@@ -16,6 +16,7 @@ from typing import IO, TYPE_CHECKING, NoReturn
 
 from specbench.commands.log import track
 from specbench.commands.sweep import (
+    LEFT_OUT,
     OK,
     RUNNING,
     WAITING,
@@ -84,16 +85,13 @@ def report_user_error(job: Job) -> Iterator[None]:
     """A UserError becomes one line, and the failure of this job alone, or what it is left out for."""
     try:
         yield
-    except LackingError as error:
-        if job.cfg.get("leave_out"):
+    except UserError as error:
+        if isinstance(error, LackingError) and job.cfg.get("leave_out"):
             print(f"left out: {error}", file=sys.stderr)
-            job.leave_out(str(error))
+            job.state, job.code, job.reason = LEFT_OUT, 0, str(error)
         else:
             print_error(error)
             job.ended(2, str(error))
-    except UserError as error:
-        print_error(error)
-        job.ended(2, str(error))
 
 
 def resume_state(job: Job) -> None:

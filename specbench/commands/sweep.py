@@ -50,10 +50,6 @@ class Job:
         self.state = FAILED if code else OK
         self.code, self.reason = code, reason
 
-    def leave_out(self, reason: str) -> None:
-        """Notes that the job cannot be measured, which is no failure."""
-        self.state, self.code, self.reason = LEFT_OUT, 0, reason
-
 
 @dataclass
 class Sweep:
