@@ -180,13 +180,8 @@ def _departures(arms: list[Arm]) -> list[str]:
 @one_line_errors()
 def main() -> int:
     """Does what the command line says; returns the exit code."""
-    words: list[str] = []
-    for word in sys.argv[1:]:
-        if words and words[-1].startswith("--") and "=" not in words[-1]:
-            words[-1] = f"{words[-1].removeprefix('--')}={word}"
-        else:
-            words.append(word)
-    sys.argv[1:] = positional("answers", words, "specbench audit FILE pair=NAME [plain=FILE key=value ...]")
+    usage = "specbench audit FILE pair=NAME [plain=FILE key=value ...]"
+    sys.argv[1:] = positional("answers", sys.argv[1:], usage)
     codes: list[int] = []
     stopped = with_hydra("audit", one_line_errors()(lambda cfg: codes.append(audit(cfg))))
     return stopped or max(codes, default=1)

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm
 
 from specbench.config.checks import check_sources
-from specbench.config.compose import with_hydra
+from specbench.config.compose import program
 from specbench.data.conversations import own_text, read
-from specbench.system.errors import UserError, one_line_errors
+from specbench.system.errors import UserError
 from specbench.system.files import make_folder, write_atomic
 from specbench.system.settings import Count, Natural, Seed, check_all
 
@@ -130,10 +130,7 @@ def _turn(texts: Sequence[str], number: int) -> str:
     return f"{listed}\n\n{ORDER.format(number=number, total=len(texts))}"
 
 
-@one_line_errors()
-def main() -> int:
-    """Does what the command line says; returns the exit code."""
-    return with_hydra("lengthen", one_line_errors()(lengthen))
+main = program("lengthen", lengthen, goes_on=False)
 
 
 if __name__ == "__main__":

@@ -11,10 +11,10 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Annotated
 
 from specbench.config.checks import check
-from specbench.config.compose import with_hydra
+from specbench.config.compose import program
 from specbench.config.spec import QUESTION
 from specbench.engines.standalone.completions import PATH, CompletionServer
-from specbench.system.errors import UserError, one_line_errors
+from specbench.system.errors import UserError
 from specbench.system.settings import Range, check_all
 
 if TYPE_CHECKING:
@@ -53,10 +53,7 @@ def serve(cfg: DictConfig) -> None:
             server.run(decoder)
 
 
-@one_line_errors()
-def main() -> int:
-    """Does what the command line says; returns the exit code."""
-    return with_hydra("serve", one_line_errors()(serve))
+main = program("serve", serve, goes_on=False)
 
 
 if __name__ == "__main__":

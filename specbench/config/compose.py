@@ -273,10 +273,8 @@ def explain(
         group, _, choice = str(error.missing_cfg_file).rpartition("/")
         choices = [option for option in error.options if not option.startswith("_")]
         return f"unknown {group} '{choice}': {suggest(choice, choices)}"
-    if isinstance(error, ConfigCompositionException):
-        key = NO_KEY.match(str(error))
-        if key:
-            return unknown_key(key[1], config_name, overrides)
+    if isinstance(error, ConfigCompositionException) and (key := NO_KEY.match(str(error))):
+        return unknown_key(key[1], config_name, overrides)
     return f"{error} {error.__cause__ or ''}"
 
 
@@ -425,13 +423,15 @@ def with_hydra(config_name: str, task: Callable[[DictConfig], object], goes_on: 
     return 0
 
 
-def program(config_name: str, task: Callable[[DictConfig], object]) -> Callable[[], int]:
-    """The `main` of a module: gives `task` what Hydra composes, and says in one line what its user did wrong."""
+def program(
+    config_name: str, task: Callable[[DictConfig], object], goes_on: bool = True
+) -> Callable[[], int]:
+    """The `main` of a module: `with_hydra`, which says in one line what its user did wrong."""
 
     @one_line_errors()
     def main() -> int:
         """Does what the command line says; returns the exit code."""
-        return with_hydra(config_name, one_line_errors()(task), goes_on=True)
+        return with_hydra(config_name, one_line_errors()(task), goes_on)
 
     return main
 

@@ -374,7 +374,7 @@ def test_the_command(tiny, tmp_path, monkeypatch, capfd):
     right.write_text(json.dumps({"messages": messages, "tokens": tokens, "id": "a"}) + "\n")
     broken = [*tokens[:4], 5, *tokens[5:]]
     wrong.write_text(json.dumps({"prompt": prompt, "tokens": broken, "id": "b"}) + "\n")
-    code, text, _ = run_audit(monkeypatch, capfd, f"{right}", "--pair", "tiny", f"again={right}")
+    code, text, _ = run_audit(monkeypatch, capfd, f"{right}", "pair=tiny", f"again={right}")
     assert code == 0 and "1 of 1" not in text.splitlines()[3]
     code, text, _ = run_audit(monkeypatch, capfd, f"{wrong}", "pair=tiny", f"plain={right}", f"out={out}")
     assert code == 1 and "answers, b: token 4: a token that the referee would not say (5; " in text
