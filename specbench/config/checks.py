@@ -10,11 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from specbench.config.compose import (
-    check_pair_keys,
-    compose_arguments,
-    own_error,
-)
+from specbench.config.compose import check_pair_keys, compose_arguments, own_error
 from specbench.config.engine_settings import check_read
 from specbench.config.parts import check_part
 from specbench.config.spec import RunSpec, unit_of
@@ -313,12 +309,7 @@ def check_engine(cfg: DictConfig, spec: RunSpec) -> None:
     if spec.engine is None:
         return
     name, drafts = spec.engine["name"], spec.engine["speculative"]
-    target = spec.engine["_target_"]
-    try:
-        cls = pkgutil.resolve_name(target)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(f"engine._target_={target} cannot be imported: {one_line(error)}") from error
-    signature = inspect.signature(cls, eval_str=True).parameters
+    signature = inspect.signature(located(spec.engine, "engine", object), eval_str=True).parameters
     takes = {key: one.annotation for key, one in signature.items() if key not in BY_THE_RUN}
     for key, value in values.parameters(spec.engine).items():
         if key not in takes:
@@ -463,7 +454,7 @@ def check_vocab(cfg: DictConfig, what: str, group: Mapping, takes: dict) -> None
 
 
 def located(group: Mapping, what: str, *kinds: type) -> type:
-    """The class that `_target_` of a method or drafter names.
+    """The class that `_target_` of a method, drafter or engine names.
 
     Raises:
         UserError: It cannot be imported, or is no subclass of one of `kinds`.
