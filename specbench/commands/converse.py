@@ -285,14 +285,9 @@ class Output:
 
     def add(self, talks: list[Talk], dropped: Counter[str]) -> None:
         """Writes a pool. Raises UserError where it cannot be written."""
-        with file_errors(writing=self.path):
-            self._add(talks, dropped)
-
-    def _add(self, talks: list[Talk], dropped: Counter[str]) -> None:
-        with self.path.open("a", encoding="utf-8") as file:
-            for talk in talks:
-                row = {"kind": talk.kind.name, "messages": talk.messages}
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        rows = [{"kind": talk.kind.name, "messages": talk.messages} for talk in talks]
+        with file_errors(writing=self.path), self.path.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         line: dict[str, Any] = {
             "bytes": self.path.stat().st_size,
             "tokens": sum(talk.tokens for talk in talks),
@@ -301,7 +296,7 @@ class Output:
             "cut": sum(not message.get("complete", True) for talk in talks for message in talk.messages),
             "dropped": dropped,
         }
-        with self.log.open("a", encoding="utf-8") as file:
+        with file_errors(writing=self.log), self.log.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
         self.lines.append(line)
 
