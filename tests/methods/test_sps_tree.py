@@ -200,7 +200,7 @@ def test_nodes_and_levels_of_a_counted_tree(folder):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, r"methods\.sps_tree\.train"),
+        (None, r"specbench train sps_tree"),
         ("{", "broken"),
         ('{"tree": []}', "empty"),
         ('{"tree": [[0], [1, 0]]}', r"\[1, 0\] has no parent"),
