@@ -168,17 +168,6 @@ def generate_arm(pair: Pair, batch_size: int, pass_bytes: int | None) -> Arm:
     return FastestOf({"dynamic": plain, "static": static})
 
 
-def hf_generate_arm(pair: Pair, batch_size: int = 1, pass_bytes: int | None = 0, **options: Any) -> Arm:
-    """`hf_generate` round by round; the arguments are the same."""
-    answer = hf_generate(pair, batch_size, pass_bytes, **options)
-
-    @_without_gradients(options)
-    def rounds(requests: list[Request]) -> Rounds:
-        return (yield from as_generator(partial(answer, requests)))
-
-    return rounds
-
-
 def as_generator(function: Callable[[Pause], list[Generation]]) -> Rounds:
     """A function that cannot yield, as a generator: its calls of `Pause` yield their argument.
 
@@ -196,12 +185,6 @@ def as_generator(function: Callable[[Pause], list[Generation]]) -> Rounds:
     finally:
         if not running.dead:
             running.throw(GreenletExit)
-
-
-def _without_gradients(options: dict[str, Any]) -> torch.no_grad | torch.inference_mode:
-    """As a decorator, the mode that transformers' generate runs in."""
-    # A static cache is kept from call to call, and what is captured reads it: no tensor of one call alone.
-    return torch.no_grad() if "cache_implementation" in options else torch.inference_mode()
 
 
 @contextmanager
@@ -227,9 +210,7 @@ def usual_experts(model: Any, usual: dict[str, str]) -> Iterator[None]:
         model.set_experts_implementation(decoding)
 
 
-def hf_generate(
-    pair: Pair, batch_size: int = 1, pass_bytes: int | None = 0, **options: Any
-) -> Callable[[list[Request], Pause], list[Generation]]:
+def hf_generate_arm(pair: Pair, batch_size: int = 1, pass_bytes: int | None = 0, **options: Any) -> Arm:
     """The generate of transformers on the same target: the reference that our baseline must not be slower than.
 
     Args:
@@ -237,17 +218,15 @@ def hf_generate(
         batch_size: requests that it gets at once, padded on the left; their seconds are shared equally.
         pass_bytes: bytes of weights that one pass reads, for the steps; None where that cannot be known.
         **options: more arguments for `generate`, such as `assistant_model`, or settings of the generation.
-
-    Returns:
-        A function of requests and of what is called between steps.
     """
     clock = Clock(pair.device)
     target: Any = pair.target
     pad = min(pair.stop_ids, default=0)
     settings = {name: value for name, value in options.items() if hasattr(GenerationConfig(), name)}
     others = {name: value for name, value in options.items() if name not in settings}
+    # A static cache is kept from call to call, and what is captured reads it: no tensor of one call alone.
+    without_gradients = torch.no_grad() if "cache_implementation" in options else torch.inference_mode()
 
-    @_without_gradients(options)
     def generate(requests: list[Request], pause: Pause) -> list[Generation]:
         decoding = SamplingParams(
             max(r.decoding.max_new_tokens for r in requests), requests[0].decoding.temperature
@@ -314,4 +293,8 @@ def hf_generate(
             chunks[-1].append(request)
         return [generation for chunk in chunks for generation in generate(chunk, pause)]
 
-    return in_batches
+    @without_gradients
+    def rounds(requests: list[Request]) -> Rounds:
+        return (yield from as_generator(partial(in_batches, requests)))
+
+    return rounds

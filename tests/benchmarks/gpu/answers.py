@@ -14,14 +14,14 @@ from typing import Any
 import torch
 
 from specbench.decoding.drafter import Drafter
-from specbench.decoding.engine import Engine
+from specbench.decoding.engine import Engine, exhaust
 from specbench.decoding.model.graphs import GraphRunner
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.state import Request
 from specbench.decoding.trace import Clock, Generation
-from specbench.measure.arms import hf_generate
+from specbench.measure.arms import hf_generate_arm
 from specbench.measure.certify import certify
 from specbench.measure.machine import provenance
 from specbench.measure.numeric_noise import next_logits, shape_noise
@@ -271,11 +271,11 @@ def generate(check: Check) -> None:
         if check.small and options:
             continue  # it compiles for minutes
         check.go_on(label, COMPILING if options else 0)
-        answer = hf_generate(pair, pass_bytes=judge.target.pass_bytes(), **options)
+        arm = hf_generate_arm(pair, pass_bytes=judge.target.pass_bytes(), **options)
         begun = time.perf_counter()
-        answer(requests[:1], lambda tokens: None)
+        exhaust(arm(requests[:1]))
         check.say(Figure(f"{label}: first answer", time.perf_counter() - begun, "s"))
-        answers = answer(requests, lambda tokens: None)
+        answers = exhaust(arm(requests))
         tokens = sum(len(answer.tokens) - 1 for answer in answers)
         note = str(judge.verdicts(answers))
         check.say(Figure(label, MS * decode_seconds(answers) / tokens, "ms a token", 4, 20, note))
