@@ -3,6 +3,7 @@ import gc
 import hashlib
 import json
 import subprocess
+import sys
 import weakref
 from types import SimpleNamespace
 
@@ -29,8 +30,9 @@ def questions(tmp_path):
 
 
 @pytest.fixture
-def found(questions) -> dict:
-    return provenance.collect(CONFIG | {"pair": PAIR}, CONFIG["method"], questions, ["bench", "method=sps"])
+def found(questions, monkeypatch) -> dict:
+    monkeypatch.setattr(sys, "orig_argv", ["bench", "method=sps"])
+    return provenance.collect(CONFIG | {"pair": PAIR}, CONFIG["method"], questions)
 
 
 def test_what_is_collected(found, questions):
@@ -50,7 +52,7 @@ def test_checksums_of_weights_on_disk(tmp_path):
     for name in ("model.safetensors", "config.json"):
         (target / name).write_text(name)
     part.write_bytes(b"part")
-    found = provenance.weights(PAIR | {"target": str(target), "parts": {"kangaroo": str(part)}})
+    found = provenance.weights(PAIR | {"target": str(target), "parts": {"kangaroo": str(part)}}, {})
     names = ("config.json", "model.safetensors")
     assert found["target"]["files"] == {name: hashlib.sha256(name.encode()).hexdigest() for name in names}
     assert found["parts.kangaroo"]["files"] == {"head.bin": hashlib.sha256(b"part").hexdigest()}
@@ -96,7 +98,8 @@ def test_no_secret_is_recorded(questions, monkeypatch):
         "note": f"x {secret} y",
     }
     command = ["bench", f"note={secret}", "tracker.api_key=plain-words-key", secret, "https://me:pass@host/x"]
-    found = provenance.collect(config, config["method"], questions, command)
+    monkeypatch.setattr(sys, "orig_argv", command)
+    found = provenance.collect(config, config["method"], questions)
     text = json.dumps(found)
     for word in (secret, "plain-words-key", "me:pass"):
         assert word not in text
@@ -156,10 +159,11 @@ def test_what_is_named_like_a_secret_is_blanked():
     }  # fmt: skip
 
 
-def test_an_address_is_recorded_without_its_query(questions):
+def test_an_address_is_recorded_without_its_query(questions, monkeypatch):
     url = "https://me:pw@host/q?token=abc"
     config = CONFIG | {"pair": PAIR, "data": {"name": "x", "url": url}}
-    found = provenance.collect(config, config["method"], questions, ["bench", f"data.url={url}", url])
+    monkeypatch.setattr(sys, "orig_argv", ["bench", f"data.url={url}", url])
+    found = provenance.collect(config, config["method"], questions)
     shown = "https://***@host/q?***"
     assert found["config"]["data"]["url"] == shown and found["command"] == [
         "bench",

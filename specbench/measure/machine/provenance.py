@@ -19,7 +19,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import try_to_load_from_cache
@@ -101,9 +100,7 @@ PASSES = 7
 NO_DIFF = hashlib.sha256(b"").hexdigest()  # of the code from its commit
 
 
-def collect(
-    config: Any, drafter: Mapping, questions_file: Path, command: Sequence[str] | None = None
-) -> dict:
+def collect(config: Any, drafter: Mapping, questions_file: Path) -> dict:
     """Collects what is known before the first question.
 
     Secrets are left out: of the environment only known variables are read, and values that look like a key, or are
@@ -113,11 +110,10 @@ def collect(
         config: the configuration as a plain dictionary.
         drafter: what drafts in it.
         questions_file: that is read.
-        command: the command line; None for that of this process.
     """
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "command": [_without_secret_value(argument) for argument in command or sys.orig_argv],
+        "command": [_without_secret_value(argument) for argument in sys.orig_argv],
         "config": without_secrets(config),
         "versions": versions(),
         "machine": machine(),
@@ -256,9 +252,7 @@ def git_state(root: Path) -> dict | None:
     }
 
 
-def weights(
-    pair: Mapping, method: Mapping = MappingProxyType({}), engine: Mapping | None = None
-) -> dict[str, dict]:
+def weights(pair: Mapping, method: Mapping, engine: Mapping | None = None) -> dict[str, dict]:
     """The weights of a pair, a method and an engine: where from, and checksums of the files on disk.
 
     Of a model of the hub: its id, the revision asked for, and the commit that the local cache has of it.
@@ -445,24 +439,13 @@ def bandwidth(device: torch.device) -> float:
 
     from specbench.decoding.cpu.native import has_kernel
     from specbench.decoding.cpu.packed_linear import Panels
-    from specbench.decoding.trace import Clock
 
-    clock, sums = Clock(device), SUMS[device.type]
-    size = buffer_bytes(device.type)
+    sums, size = SUMS[device.type], buffer_bytes(device.type)
     buffer = torch.ones(size // 4, dtype=torch.float32, device=device)
 
-    def seconds(read: Callable[[], object]) -> float:
-        clock.synchronize()
-        start = clock.mark()
-        for _ in range(sums):
-            read()
-        end = clock.mark()
-        clock.synchronize()
-        return clock.seconds(start, end)
-
     def median(read: Callable[[], object]) -> float:
-        seconds(read)
-        return statistics.median(seconds(read) for _ in range(PASSES))
+        seconds_of(device, read, sums)
+        return statistics.median(seconds_of(device, read, sums) for _ in range(PASSES))
 
     fastest = median(buffer.sum)
     if has_kernel(device, torch.float32):
@@ -470,6 +453,20 @@ def bandwidth(device: torch.device) -> float:
         del buffer
         fastest = min(fastest, median(lambda: panels.times(state, None)))
     return sums * size / fastest
+
+
+def seconds_of(device: torch.device, work: Callable[[], object], times: int) -> float:
+    """Seconds that some work takes a device, done so many times in a row."""
+    from specbench.decoding.trace import Clock
+
+    clock = Clock(device)
+    clock.synchronize()
+    start = clock.mark()
+    for _ in range(times):
+        work()
+    end = clock.mark()
+    clock.synchronize()
+    return clock.seconds(start, end)
 
 
 def buffer_bytes(kind: str) -> int:

@@ -23,7 +23,6 @@ from specbench.system.paths import cache_folder
 from specbench.system.processes import own_cores
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     import torch
@@ -47,10 +46,8 @@ SECONDS_BETWEEN = 20.0  # probes take a tenth of a second: less than 1 % of a ru
 # A probe is many short stretches, of which the fastest counts: what interrupts a process seldom spares none of a
 # millisecond each.
 STRETCHES = 16
-LEAST_BYTES, MOST_BYTES = (
-    2**26,
-    2**29,
-)  # of the buffer that is read; more would take longer to make than to read
+# Of the buffer that is read; more would take longer to make than to read.
+LEAST_BYTES, MOST_BYTES = 2**26, 2**29
 GPU_BYTES = 2**28  # several times the cache of any GPU
 SIZE = {"cpu": 256, "cuda": 4096}  # rows and columns of the product
 OPERATIONS_TIMED = {"cpu": 200, "cuda": 1000}
@@ -69,36 +66,17 @@ def probe(device: torch.device) -> Figures:
     """
     import torch
 
-    from specbench.decoding.trace import Clock
-
-    clock = Clock(device)
     sums = provenance.SUMS[device.type]
     size, count = SIZE[device.type], OPERATIONS_TIMED[device.type]
-
-    def seconds(work: Callable[[], object]) -> float:
-        clock.synchronize()
-        start = clock.mark()
-        work()
-        end = clock.mark()
-        clock.synchronize()
-        return clock.seconds(start, end)
-
-    def read(part: torch.Tensor) -> None:
-        for _ in range(sums):
-            part.sum()
-
-    def start_operations() -> None:
-        for _ in range(count):
-            number.add_(1)
-
+    seconds = partial(provenance.seconds_of, device)
     with torch.inference_mode():
         buffer = torch.ones(_buffer_bytes(device.type) // 4, device=device)
         parts = buffer.chunk(STRETCHES)
-        reading = min(seconds(partial(read, part)) for part in parts)
+        reading = min(seconds(part.sum, sums) for part in parts)
         matrix = torch.ones(size, size, device=device)
-        multiplying = min(seconds(lambda: matrix @ matrix) for _ in range(STRETCHES))
+        multiplying = min(seconds(lambda: matrix @ matrix, 1) for _ in range(STRETCHES))
         number = torch.zeros(1, device=device)
-        starting = min(seconds(start_operations) for _ in range(STRETCHES))
+        starting = min(seconds(partial(number.add_, 1), count) for _ in range(STRETCHES))
     return {
         BANDWIDTH: sums * parts[0].nbytes / reading,
         PRODUCT: 2 * size**3 / multiplying,

@@ -56,10 +56,10 @@ class Watch:
         self._cores = own_cores()
         self._quota = cpu_quota(proc, system)  # read once: a slice is too short for it
         devices = system / "devices" / "system" / "cpu"
-        self._heat = [devices / f"cpu{core}/thermal_throttle/core_throttle_count" for core in self._cores]
-        self._heat = [file for file in self._heat if file.exists()]
-        self._clocks = [devices / f"cpu{core}/cpufreq/scaling_cur_freq" for core in self._cores]
-        self._clocks = [file for file in self._clocks if file.exists()]
+        cores = [devices / f"cpu{core}" for core in self._cores]
+        heat, clocks = "thermal_throttle/core_throttle_count", "cpufreq/scaling_cur_freq"
+        self._heat = [core / heat for core in cores if (core / heat).exists()]
+        self._clocks = [core / clocks for core in cores if (core / clocks).exists()]
         self._children: list[psutil.Process] = []
         # By thread and child; what one that has ended had counted stays.
         self._waited_by: dict[str, int] = {}
