@@ -125,12 +125,10 @@ def _rms(one: torch.Tensor, other: torch.Tensor | None = None) -> torch.Tensor:
 
     The mean is taken off first: what is added to all logits changes no probability.
     """
-    pieces = zip(one.split(PIECE), (one if other is None else other).split(PIECE))
-    deviations = []
-    for a, b in pieces:
-        logits = a.float() if other is None else a.float() - b.float()
-        deviations.append(logits.std(-1, correction=0))
-    return torch.cat(deviations)
+    pieces = (piece.float() for piece in one.split(PIECE))
+    if other is not None:
+        pieces = (piece - piece_of_other.float() for piece, piece_of_other in zip(pieces, other.split(PIECE)))
+    return torch.cat([piece.std(-1, correction=0) for piece in pieces])
 
 
 def random_ids(config: PretrainedConfig, vocab_size: int, length: int) -> list[int]:

@@ -70,7 +70,7 @@ def speedup(
         ValueError: arrays that are not of one length.
     """
     between = [np.array([[np.sum(part) for part in process] for process in processes]).T]
-    return _jackknife([reference_seconds, method_seconds], _quotient, pools, between)
+    return _jackknife([reference_seconds, method_seconds], np.divide, pools, between)
 
 
 def over_passes(reference_seconds: Sequence[float], method_seconds: Sequence[float]) -> Speedup:
@@ -88,11 +88,7 @@ def over_passes(reference_seconds: Sequence[float], method_seconds: Sequence[flo
     Raises:
         ValueError: arrays that are not of one length.
     """
-    return _jackknife([reference_seconds, method_seconds], _quotient, None, least=LEAST_PASSES)
-
-
-def _quotient(reference: np.ndarray, method: np.ndarray) -> np.ndarray:
-    return reference / method
+    return _jackknife([reference_seconds, method_seconds], np.divide, None, least=LEAST_PASSES)
 
 
 def ratio_of_means(
