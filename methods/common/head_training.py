@@ -19,10 +19,9 @@ from methods.common.training import (
     agreements,
     batches_on,
     before_answers,
-    target_states,
+    finals_of,
     train_part,
 )
-from specbench.decoding.state import NORMED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -89,7 +88,7 @@ class HeadDistillation(Guesses):
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """The weighted sum [] of the cross-entropies of a batch."""
-        finals = self.finals(batch)
+        finals = finals_of(self.target, batch)
         guesses = [
             Guess(self.decay**i, states, self.output(i), 2 + i)
             for i, states in enumerate(self.states(batch, finals))
@@ -97,13 +96,9 @@ class HeadDistillation(Guesses):
         truth = teacher_of(batch, self.head, finals)
         return self.loss(batch, self.loss.goals(batch, ahead=1 + self.count), guesses, truth)
 
-    def finals(self, batch: Batch) -> torch.Tensor:
-        """The target's states [B, T, d] after its final norm."""
-        return target_states(self.target, batch, (NORMED,))[NORMED]
-
     def choices(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """First choices [K, n] of the heads and of the target, after the places that K more said tokens follow."""
-        finals, k = self.finals(batch), self.count
+        finals, k = finals_of(self.target, batch), self.count
         among = before_answers(batch, k)
         n = among.shape[1]
         states = self.states(batch, finals)
@@ -114,7 +109,7 @@ class HeadDistillation(Guesses):
     @torch.no_grad()
     def rank_paths(self, batch: Batch) -> Counter[tuple[int, ...]]:
         """As in `Guesses`."""
-        states = self.states(batch, self.finals(batch))
+        states = self.states(batch, finals_of(self.target, batch))
         return count_ranks(states, self.logits, batch, self.count)
 
 

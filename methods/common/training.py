@@ -36,7 +36,7 @@ from specbench.decoding.engine import Engine
 from specbench.decoding.model.anatomy import rotary_of
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.scheduler import Scheduler
-from specbench.decoding.state import Request
+from specbench.decoding.state import NORMED, Request
 from specbench.models.expansion import Sizes
 from specbench.models.pairs import Pair, draft_of, load_pair
 from specbench.models.surgery import SHARED, cut, embedding_names, saved_weights, shares_embeddings
@@ -376,6 +376,11 @@ def target_states(target: StagedModel, batch: Batch, taps: Iterable[int]) -> dic
         return states_of(target.model.get_decoder(), batch["input_ids"], taps)
 
 
+def finals_of(target: StagedModel, batch: Batch) -> torch.Tensor:
+    """The target's states [B, T, d] after its final norm, as `target_states`."""
+    return target_states(target, batch, (NORMED,))[NORMED]
+
+
 @torch.no_grad()
 def agreement(choices: Callable[[Batch], tuple[torch.Tensor, torch.Tensor]], held_out: list[Batch]) -> Any:
     """Share of positions at which student and target have the same first choice, which a greedy draft depends on.
@@ -428,16 +433,30 @@ def train_part(
 def train_draft(
     module: torch.nn.Module,
     draft: PreTrainedModel,
-    evaluate: Callable[[], dict[str, float]],
+    evaluate: Callable[[list[Batch]], dict[str, float]],
     cfg: DictConfig,
     pair: Pair,
+    save_beside: Callable[[Path], None] = lambda _: None,
 ) -> Path:
-    """Trains a draft model with a module's loss as configured, saves it as it is, and returns its folder."""
+    """Trains a draft model with a module's loss as configured, and returns its folder.
+
+    Args:
+        module: batch -> loss.
+        draft: is saved as it is.
+        evaluate: held-out text -> the figures of the training.
+        cfg: settings of the trainer.
+        pair: with the target.
+        save_beside: writes into the folder what belongs to the draft model.
+    """
+    held_out = held_out_batches(cfg, pair)
 
     def save(out: Path, _figures: dict[str, float]) -> None:
         save_model(draft, pair, cfg, out)
+        save_beside(out)
 
-    return training.train(module, partial(batches, cfg, pair), evaluate, save, cfg, *begins_as(cfg))
+    return training.train(
+        module, partial(batches, cfg, pair), lambda: evaluate(held_out), save, cfg, *begins_as(cfg)
+    )
 
 
 def some_of(text: Iterable[Batch]) -> Iterator[Batch]:

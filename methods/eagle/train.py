@@ -23,16 +23,16 @@ from methods.common.training import (
     SETTINGS,
     batches_on,
     before_answers,
+    finals_of,
     layer_sizes,
     least_squares,
     predicting,
     some_of,
     target_pair,
-    target_states,
     trainer,
 )
+from methods.eagle.chain import chained
 from specbench.config.compose import program
-from specbench.decoding.state import NORMED
 from specbench.system.errors import UserError
 from specbench.system.settings import Count
 
@@ -87,7 +87,7 @@ def fit(model: EagleModel, target: StagedModel, text: Iterator[Batch]) -> None:
 @torch.no_grad()
 def pairs_of(target: StagedModel, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Features and embedded tokens of the pairs [B, T - 1, h], and the states that they are to lead to, in float32."""
-    states = target_states(target, batch, (NORMED,))[NORMED].float()
+    states = finals_of(target, batch).float()
     return states[:, :-1], target.embed(batch["input_ids"][:, 1:]).float(), states[:, 1:]
 
 
@@ -100,8 +100,6 @@ class Distillation(Guesses):
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """The weighted sum [] of the losses of a batch."""
-        from methods.eagle.chain import chained
-
         features, embeds, goals = pairs_of(self.target, batch)
         size = goals.float().pow(2).mean().sqrt()
         noisy = features
@@ -127,8 +125,6 @@ class Distillation(Guesses):
 
     def choices(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """First choices [AGREEMENTS, n] of chained steps and of the target, where as many said tokens follow."""
-        from methods.eagle.chain import chained
-
         features, embeds, goals = pairs_of(self.target, batch)
         among = before_answers(batch, AGREEMENTS)
         n = among.shape[1]
@@ -140,8 +136,6 @@ class Distillation(Guesses):
     @torch.no_grad()
     def rank_paths(self, batch: Batch) -> Counter[tuple[int, ...]]:
         """As in `Guesses`."""
-        from methods.eagle.chain import chained
-
         features, embeds, _ = pairs_of(self.target, batch)
         states = chained(self.model, features, embeds, DEPTH)
         return count_ranks(states, lambda out, _: self.head(out), batch, DEPTH)

@@ -23,15 +23,14 @@ from methods.common.training import (
     batches_on,
     begin_like,
     check_length,
+    finals_of,
     layer_sizes,
     least_squares,
     some_of,
     target_pair,
-    target_states,
     trainer,
 )
 from specbench.config.compose import program
-from specbench.decoding.state import NORMED
 from specbench.system.settings import Count
 
 if TYPE_CHECKING:
@@ -88,7 +87,7 @@ def fit(heads: Heads, target: StagedModel, text: Iterator[Batch]) -> None:
     """Lets each fresh head estimate the state that its token comes from as well as a linear layer can."""
     fitted = []
     for batch in some_of(text):
-        finals = target_states(target, batch, (NORMED,))[NORMED].float()
+        finals = finals_of(target, batch).float()
         fitted.append((batch, finals, heads.seen(finals)))
     for i, layer in enumerate(cast("list[torch.nn.Linear]", heads.wide)):
         weight, bias = least_squares(

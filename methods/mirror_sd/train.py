@@ -11,7 +11,6 @@ draft model like any other, with the streams' embeddings beside it in streams.sa
 from __future__ import annotations
 
 import sys
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,20 +19,15 @@ from methods.common.losses import ALL, Goals, Guess, Head, Loss, teacher_of, tex
 from methods.common.training import (
     DRAFT_SETTINGS,
     agreement,
-    batches,
-    begins_as,
     check_length,
-    held_out_batches,
+    finals_of,
     pair_to_train,
     predicting,
-    save_model,
-    target_states,
+    train_draft,
     trainer,
 )
 from methods.mirror_sd.streams import save_streams
 from specbench.config.compose import program
-from specbench.data import training
-from specbench.decoding.state import NORMED
 from specbench.models.pairs import draft_of
 from specbench.system.settings import Count, NotNegative
 
@@ -68,22 +62,18 @@ class Streaming(torch.nn.Module):
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """The weighted sum [] of the cross-entropies of a batch."""
-        states, teacher = self.states(batch["input_ids"]), self.teacher(batch)
+        states = self.states(batch["input_ids"])
         goals = self.loss.goals(batch, ahead=states.shape[2])
         next_token, *others = (
             Guess(self.stream_weight if j else 1.0, states[:, :, j], self._head, 1 + j)
             for j in range(states.shape[2])
         )
-        truth = teacher_of(batch, self._target_head, teacher)
+        truth = teacher_of(batch, self._target_head, finals_of(self.target, batch))
         return self.loss(batch, goals, [next_token], truth) + self.loss(batch, goals, others, text_of(batch))
-
-    def teacher(self, batch: Batch) -> torch.Tensor:
-        """The target's states [B, T, D] after its final norm."""
-        return target_states(self.target, batch, (NORMED,))[NORMED].to(self.target.dtype)
 
     def choices(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """First choices [n] of the main stream and of the target before each token that the assistant says."""
-        student, teacher = self.states(batch["input_ids"])[:, :, 0], self.teacher(batch)
+        student, teacher = self.states(batch["input_ids"])[:, :, 0], finals_of(self.target, batch)
         return (
             self._head(predicting(student, batch, 1.0)).argmax(-1),
             self._target_head(predicting(teacher, batch, 1.0)).argmax(-1),
@@ -135,22 +125,19 @@ def train(cfg: DictConfig) -> Path:
     check_length(cfg, "streams")
     pair = pair_to_train(cfg)
     draft = draft_of(pair)
-    target = pair.staged
-    module = Streaming(draft, target, cfg.streams, cfg.stream_weight, Loss.of(cfg))
-    held_out = held_out_batches(cfg, pair)
+    module = Streaming(draft, pair.staged, cfg.streams, cfg.stream_weight, Loss.of(cfg))
 
-    def evaluate() -> dict[str, float]:
+    def evaluate(held_out: list[Batch]) -> dict[str, float]:
         right, of = torch.stack([module.right(batch) for batch in held_out]).sum(0).unbind(1)
         shares = (right / of).tolist()
         return {"held_out_agreement": agreement(module.choices, held_out)} | {
             f"held_out_right_{1 + j}": share for j, share in enumerate(shares)
         }
 
-    def save(out: Path, _figures: dict[str, float]) -> None:
-        save_model(draft, pair, cfg, out)
+    def save_beside(out: Path) -> None:
         save_streams(module.streams.detach().to(draft.dtype), out)
 
-    return training.train(module, partial(batches, cfg, pair), evaluate, save, cfg, *begins_as(cfg))
+    return train_draft(module, draft, evaluate, cfg, pair, save_beside)
 
 
 main = program("train_mirror_sd", train)

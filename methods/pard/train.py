@@ -19,16 +19,14 @@ from methods.common.training import (
     agreement,
     agreements,
     check_length,
-    held_out_batches,
+    finals_of,
     mask_to_fill,
     pair_to_train,
-    target_states,
     train_draft,
     trainer,
 )
 from methods.pard.drafter import MASK
 from specbench.config.compose import program
-from specbench.decoding.state import NORMED
 from specbench.models.pairs import draft_of
 
 if TYPE_CHECKING:
@@ -75,7 +73,7 @@ class ParallelDistillation(torch.nn.Module):
         length = batch["input_ids"].shape[1]
         by_masks = places_by_masks(length, self.shares, batch["input_ids"].device)
         draft_head, target_head = self.heads
-        truth = teacher_of(batch, target_head, self.teacher(batch))
+        truth = teacher_of(batch, target_head, finals_of(self.target, batch))
         total = torch.zeros((), device=self.target.device)
         for j, (some, states) in enumerate(zip(by_masks, self.states(batch, by_masks))):
             guessed = torch.zeros_like(batch["loss_weight"])
@@ -85,10 +83,6 @@ class ParallelDistillation(torch.nn.Module):
                 judged, self.loss.goals(judged, 1 + j), [Guess(1.0, states, draft_head, 1 + j)], truth
             )
         return total / sum(self.shares)
-
-    def teacher(self, batch: Batch) -> torch.Tensor:
-        """The target's states [B, T, d] after its final norm."""
-        return target_states(self.target, batch, (NORMED,))[NORMED].to(self.target.dtype)
 
     def states(self, batch: Batch, by_masks: list[torch.Tensor]) -> list[torch.Tensor]:
         """The draft model's states in one pass.
@@ -118,12 +112,13 @@ class ParallelDistillation(torch.nn.Module):
         length, k = batch["input_ids"].shape[1], self.ahead
         every = torch.arange(length, device=batch["input_ids"].device)
         places = every[: length - k : JUDGED]
-        states, teacher = self.states(batch, [every, *[places] * (k - 1)]), self.teacher(batch)
+        states = self.states(batch, [every, *[places] * (k - 1)])
+        finals = finals_of(self.target, batch)
         is_assistant = batch["loss_weight"] == 1.0
         among = torch.stack([is_assistant[:, places + 1 + j] for j in range(k)]).all(0)
         draft_head, target_head = self.heads
         student = [draft_head(of[:, places][among]).argmax(-1) for of in states]
-        truth = [target_head(teacher[:, places + j][among]).argmax(-1) for j in range(k)]
+        truth = [target_head(finals[:, places + j][among]).argmax(-1) for j in range(k)]
         return torch.stack(student), torch.stack(truth)
 
 
@@ -137,9 +132,8 @@ def train(cfg: DictConfig) -> Path:
     setattr(draft.config, MASK, mask)
     shares = cfg.retention, cfg.least_retention
     module = ParallelDistillation(draft, pair.staged, mask, cfg.tokens_ahead, *shares, Loss.of(cfg))
-    held_out = held_out_batches(cfg, pair)
 
-    def evaluate() -> dict[str, float]:
+    def evaluate(held_out: list[Batch]) -> dict[str, float]:
         return agreements("token", agreement(module.choices, held_out))
 
     return train_draft(module, draft, evaluate, cfg, pair)

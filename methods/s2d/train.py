@@ -19,22 +19,17 @@ from methods.common.losses import ALL, Guess, Head, Loss, text_of
 from methods.common.training import (
     DRAFT_SETTINGS,
     agreement,
-    batches,
-    begins_as,
     check_layers,
     cut_from,
-    held_out_batches,
+    finals_of,
     layers_of,
     predicting,
-    save_model,
     target_pair,
-    target_states,
+    train_draft,
     trainer,
 )
 from specbench.config.compose import program
-from specbench.data import training
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.decoding.state import NORMED
 from specbench.system.errors import UserError
 from specbench.system.settings import Count
 
@@ -69,7 +64,7 @@ class Sorted(torch.nn.Module):
 
     def choices(self, batch: Batch, target: StagedModel) -> tuple[torch.Tensor, torch.Tensor]:
         """First choices [exits, n] and [n] of the exits and of a target before each token that the assistant says."""
-        final = target_states(target, batch, (NORMED,))[NORMED]
+        final = finals_of(target, batch)
         exits = [self._head(predicting(s, batch, 1.0)).argmax(-1) for s in self.states(batch)]
         return torch.stack(exits), Head.of(target.model)(predicting(final, batch, 1.0)).argmax(-1)
 
@@ -85,17 +80,14 @@ def train(cfg: DictConfig) -> Path:
             f"exits must rise from 1 on and end with all {len(layers)} layers of the draft; not {exits}"
         )
     model = cut_from(pair, cfg)
-    module, held_out = Sorted(model, exits, Loss.of(cfg)), held_out_batches(cfg, pair)
+    model.config.exits = exits
+    module = Sorted(model, exits, Loss.of(cfg))
 
-    def evaluate() -> dict[str, float]:
+    def evaluate(held_out: list[Batch]) -> dict[str, float]:
         shares = agreement(partial(module.choices, target=pair.staged), held_out)
         return {f"held_out_agreement_{exit}": share for exit, share in zip(exits, shares)}
 
-    def save(out: Path, _figures: dict[str, float]) -> None:
-        model.config.exits = exits
-        save_model(model, pair, cfg, out)
-
-    return training.train(module, partial(batches, cfg, pair), evaluate, save, cfg, *begins_as(cfg))
+    return train_draft(module, model, evaluate, cfg, pair)
 
 
 main = program("train_s2d", train)

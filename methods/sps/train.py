@@ -15,15 +15,13 @@ from methods.common.losses import ALL, Guess, Head, Loss, teacher_of
 from methods.common.training import (
     DRAFT_SETTINGS,
     agreement,
-    held_out_batches,
+    finals_of,
     pair_to_train,
     predicting,
-    target_states,
     train_draft,
     trainer,
 )
 from specbench.config.compose import program
-from specbench.decoding.state import NORMED
 from specbench.models.pairs import draft_of
 
 if TYPE_CHECKING:
@@ -57,8 +55,8 @@ class Distillation(torch.nn.Module):
 
     def states(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Final states [B, T, d] of the draft model and [B, T, D] of the target."""
-        teacher = target_states(self.target, batch, (NORMED,))[NORMED].to(self.target.dtype)
-        return self.draft.get_decoder()(batch["input_ids"], use_cache=False).last_hidden_state, teacher
+        student = self.draft.get_decoder()(batch["input_ids"], use_cache=False).last_hidden_state
+        return student, finals_of(self.target, batch)
 
     def choices(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """First choices [n] of draft and target before each token that the assistant says."""
@@ -73,9 +71,8 @@ def train(cfg: DictConfig) -> Path:
     pair = pair_to_train(cfg)
     draft = draft_of(pair)
     module = Distillation(draft, pair.staged, Loss.of(cfg))
-    held_out = held_out_batches(cfg, pair)
 
-    def evaluate() -> dict[str, float]:
+    def evaluate(held_out: list[Batch]) -> dict[str, float]:
         return {"held_out_agreement": agreement(module.choices, held_out)}
 
     return train_draft(module, draft, evaluate, cfg, pair)
