@@ -286,7 +286,8 @@ def number(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
     value = overall = run.summary["overall"]
     for key in what.split("."):
         value = None if value is None else value.get(key)
-    return Speedup(value, overall.get(f"{what}_low"), overall.get(f"{what}_high")), _basis(run)
+    basis = [f"{cells.questions_text(overall)} questions", *remarks.machine_warnings([run])]
+    return Speedup(value, overall.get(f"{what}_low"), overall.get(f"{what}_high")), "; ".join(basis)
 
 
 def relative(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
@@ -357,7 +358,6 @@ def parameters(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
 EQUAL = {"exact": ("exact",), "certified": ("exact", "tie")}
 COUNTED = (*EQUAL, "parameters")  # measures that have no interval because they need none
 MEASURES: dict[str, Callable] = {
-    "speedup": number,
     "number": number,
     "relative": relative,
     "parameters": parameters,
@@ -425,12 +425,6 @@ def _named(run: Run) -> str:
     """The method, with the form of its weights where there are two, and its cores where it has some of its own."""
     form = f" ({_form(run)})" if _form(run) else ""
     return f"{method_label(run.summary)}{form}{remarks.cores_label(run.summary)}"
-
-
-def _basis(run: Run) -> str:
-    """What a number of one run rests on."""
-    questions = f"{cells.questions_text(run.summary['overall'])} questions"
-    return "; ".join([questions, *remarks.machine_warnings([run])])
 
 
 def _shown(estimate: Speedup | None) -> str:

@@ -206,7 +206,7 @@ def test_a_tuned_method_is_held_against_others_at_their_best(tmp_path):
 
 
 def test_a_method_of_our_own_stands_beside_the_papers(tmp_path):
-    claim = {"measure": "speedup", "of": {"method": "theirs"}, "ours": {"method": "mine"}, "at_least": 1.5}
+    claim = {"measure": "number", "of": {"method": "theirs"}, "ours": {"method": "mine"}, "at_least": 1.5}
     claim |= {"name": "a", "paper": {}, "bound": "paper", "settings": "published"}
     mine = published(1.9, method="mine", pair="wide") | {"settings_source": "tuned"}
     checked = claims.check(claim, runs_of(a=published(1.2, method="theirs", pair="wide"), b=mine))

@@ -29,7 +29,7 @@ from tests.support.synthetic import answered, generation, record, slowed, turn
 
 
 def test_the_speedup_of_the_last_run_that_matches():
-    claim = {"measure": "speedup", "of": {"experiment": "e", "method": "kangaroo"}, "at_least": 1.5}
+    claim = {"measure": "number", "of": {"experiment": "e", "method": "kangaroo"}, "at_least": 1.5}
     runs = runs_of(a=faster(3.0, experiment="e"), b=faster(1.7, experiment="e"), c=faster(9.0))
     checked = found(claim, runs)
     assert checked.estimate == Speedup(1.7, pytest.approx(1.6), pytest.approx(1.8))
@@ -38,7 +38,7 @@ def test_the_speedup_of_the_last_run_that_matches():
 
 
 @pytest.mark.parametrize("change", [{"task": "qa"}, {"temperature": 1.0}, {"data": "jsonl"}, {"turns": 1}])
-@pytest.mark.parametrize("measure", [{"measure": "speedup"}, {"measure": "number", "what": "speedup"}])
+@pytest.mark.parametrize("measure", [{"measure": "number"}, {"measure": "number", "what": "speedup"}])
 def test_an_overall_figure_is_of_all_tasks_and_greedy(change, measure):
     """A later run of one task, of drawn answers or of other questions does not decide, unless a claim is of those."""
     claim = {"of": {"method": "kangaroo"}, "at_least": 1.5} | measure
@@ -98,7 +98,7 @@ def test_equality_is_claimed_of_the_papers_own_methods_alone():
 
 def test_no_claim_rests_on_the_best_of_several_noisy_numbers():
     """The maximum over tasks of a method that gains nothing is above 1."""
-    shares, single = {"exact", "certified", "parameters"}, {"speedup", "number", "relative"}
+    shares, single = {"exact", "certified", "parameters"}, {"number", "relative"}
     assert {claim["measure"] for claim in KNOWN} <= shares | single == set(claims.MEASURES)
 
 
@@ -181,7 +181,7 @@ def test_what_disturbed_a_time_stands_in_the_line(tmp_path):
     remark = found(claim, runs).remark
     assert says(remark, "30 questions; ours: SLOW MACHINE ... 30% ... weak: DISTURBED ... 40%")
     assert found(claim | {"what": "acceptance_length"}, runs).remark == "against weak; 30 questions"
-    for measure in ({"measure": "speedup"}, {"measure": "number", "what": "alignment_share"}):
+    for measure in ({"measure": "number"}, {"measure": "number", "what": "alignment_share"}):
         alone = {"of": {"method": "weak"}, "at_least": 1.0} | measure
         assert says(found(alone, runs).remark, "30 questions; weak: DISTURBED ... 40%")
 

@@ -183,7 +183,7 @@ def test_claims_without_runs_for_them_fail(called, tmp_path, capsys):
 def test_claims_that_have_runs_end_well(called, tmp_path, monkeypatch, capsys):
     write_run(tmp_path / "runs", "run", faster(1.7, experiment="e", pair="tiny_wide"))
     (tmp_path / "claims.yaml").write_text(
-        "[{name: one, bound: paper, paper: {figure: 2, source: t}, measure: speedup, of: {experiment: e}, "
+        "[{name: one, bound: paper, paper: {figure: 2, source: t}, measure: number, of: {experiment: e}, "
         "at_least: 5}]"
     )
     monkeypatch.setattr(command.claims, "FILE", tmp_path / "claims.yaml")
