@@ -208,7 +208,6 @@ def _rank(one: Alternative) -> str:
 
 def decisions(runs: Iterable[Run]) -> list[Decision]:
     """A decision for each setting, in the order of the runs."""
-    runs = list(runs)
     runs = [run for run in runs if not is_hypothetical(run.summary)]
     varied = varied_settings(run.summary for run in runs)
     settings: dict[tuple[str, ...], dict[str, Alternative]] = {}
@@ -234,17 +233,12 @@ def decisions(runs: Iterable[Run]) -> list[Decision]:
     ]
 
 
-def setting_key(summary: dict, batches: bool = True) -> tuple[str, ...]:
-    """What tells settings apart: `setting_of`, and what may decide as well."""
-    return setting_of(summary, batches), *(str(summary.get(key)) for key in UNSAID)
-
-
 def in_words(setting: tuple[str, ...], others: Iterable[tuple[str, ...]]) -> str:
     """A setting in words, with what goes unsaid where another one differs in it alone."""
-    alike = [other for other in others if other[0] == setting[0]]
-    differing = [i for i in range(1, len(setting)) if len({other[i] for other in alike}) > 1]
-    forms = list(UNSAID.values())
-    return ", ".join([setting[0], *(forms[i - 1].format(setting[i]) for i in differing)])
+    _, *others_values = zip(*(other for other in others if other[0] == setting[0]))
+    unsaid = zip(UNSAID.values(), setting[1:], others_values)
+    differing = [form.format(value) for form, value, values in unsaid if len(set(values)) > 1]
+    return ", ".join([setting[0], *differing])
 
 
 def is_hypothetical(summary: dict) -> bool:
@@ -310,8 +304,11 @@ def facts(decision: Decision) -> list[str]:
     return lines
 
 
-def setting_of(summary: dict, batches: bool = True) -> str:
-    """All that alternatives share, in words; without the batch size, unless `batches`."""
+def setting_key(summary: dict, batches: bool = True) -> tuple[str, ...]:
+    """What tells settings apart: all that alternatives share, in words, and what may decide as well.
+
+    The batch size is not in it, unless `batches`.
+    """
     shared = {key: summary.get(key) for key in SETTING}
     shared["batch_size"] = batch_size(summary) if batches else None
     shared["dtype"] = remarks.dtype_label(summary)
@@ -326,7 +323,7 @@ def setting_of(summary: dict, batches: bool = True) -> str:
         words.append("against generate")
     if (engine := (summary.get("engine") or {}).get("name", OWN)) != OWN:
         words += [engine, *as_text(summary["engine"]["plain"])]
-    return ", ".join(words)
+    return ", ".join(words), *(str(summary.get(key)) for key in UNSAID)
 
 
 def batch_size(summary: dict) -> int:
