@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import pandas as pd
@@ -166,7 +166,7 @@ def finished_runs(paths: Iterable[Path], with_records: bool = False) -> tuple[li
     paths = list(paths)
     runs, left_out = read_runs(paths, with_records)
     if not runs:
-        why = f" ({left_out[-1].folder.name}: {left_out[-1].reason})" if left_out else ""
+        why = f" ({left_out[-1]})" if left_out else ""
         raise UserError(
             f"no finished run in {', '.join(map(str, paths))}{why}: "
             f"a run folder holds {store.SUMMARY} once it is complete"
@@ -266,7 +266,7 @@ def _lines(path: Path) -> int:
     if not path.exists():
         return 0
     with open(path, "rb") as file:
-        return sum(chunk.count(b"\n") for chunk in iter(partial(file.read, 2**20), b""))
+        return sum(line.endswith(b"\n") for line in file)
 
 
 def _lacking(value: object, shape: Mapping, prefix: str = "") -> Iterator[str]:
@@ -511,16 +511,15 @@ def summary_frame(runs: Iterable[Run]) -> pd.DataFrame:
 
 def not_comparable(runs: Iterable[Run]) -> list[str]:
     """One line for all runs that should not be set beside the first for the same reasons."""
+    runs = list(runs)
+    first = next((run for run in runs if run.provenance is not None), None)
+    name = "the others" if first is None else first.name
     names_by_reason: dict[str, list[str]] = {}
-    name, first = "the others", None
     for run in runs:
-        if run.provenance is None:
-            names_by_reason.setdefault(f"there is no {store.PROVENANCE} that can be read", []).append(
-                run.name
-            )
-        elif first is None:
-            name, first = run.name, run
-        elif reasons := differences(first, run):
+        reasons = [f"there is no {store.PROVENANCE} that can be read"]
+        if first is not None and run.provenance is not None:
+            reasons = differences(first, run)
+        if reasons:
             names_by_reason.setdefault("; ".join(reasons), []).append(run.name)
     return [
         f"not comparable with {name}: {named(others)} ({reasons})"
@@ -544,7 +543,9 @@ def _means(summary: Mapping) -> dict[str, object]:
         means["kernels"] = f"torch's ({reason})" if (reason := summary["kernels"]) else "our own"
     if str(summary.get("device")).startswith("cuda"):  # one of several in a machine
         means["machine.processor"] = summary.get("processor")
-    return means | {key: summary[key] for key in ("compiled",) if key in summary}
+    if "compiled" in summary:
+        means["compiled"] = summary["compiled"]
+    return means
 
 
 def named(names: list[str]) -> str:
