@@ -16,7 +16,6 @@ from specbench.system.settings import CONSTANT
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-LEAST_SIZES = 2
 # What may differ between the runs of a line and of another model; the name of a preset tells nothing of a run.
 OF_MODELS = (
     *("pair", "anatomy", "weights", "dtype", "data", "split", "turns", "questions_sha256", "limit"),
@@ -34,9 +33,7 @@ def by_size(summaries: Iterable[Mapping]) -> dict[str, dict[int, Mapping]]:
     by_label: dict[str, dict[int, Mapping]] = {}
     for label, summary in zip(labels(expanded, without=("anatomy",)), expanded):
         by_label.setdefault(label, {})[summary["target_pass_bytes"]] = summary
-    return {
-        label: dict(sorted(sizes.items())) for label, sizes in by_label.items() if len(sizes) >= LEAST_SIZES
-    }
+    return {label: dict(sorted(sizes.items())) for label, sizes in by_label.items() if len(sizes) > 1}
 
 
 def of_other_models(
@@ -55,9 +52,7 @@ def of_other_models(
     pretrained = _with(summaries, "pretrained")
     names = labels([*lines, *pretrained], without=OF_MODELS)
     labels_of: dict[str, list[str]] = {}
-    for name, label in zip(
-        names, by_label
-    ):  # lines of several expanded pairs may have one name without the pair
+    for name, label in zip(names, by_label):  # without the pair, lines of several pairs may have one name
         labels_of.setdefault(name, []).append(label)
     others: dict[str, dict[str, Mapping]] = {}
     for name, pair, summary in zip(names[len(lines) :], pair_names(pretrained), pretrained):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import yaml
 from jinja2 import Environment, PackageLoader, select_autoescape
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 SHOWN_OF_A_DIGEST = 12
 FIRST_PLOT = ("speedup_by_task", "throughput")  # beside the verdict, the first that there is
 DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # ten times as fast, where PyYAML was built with it
-YAML: dict[str, Any] = {"sort_keys": False, "allow_unicode": True}
 
 
 def page(
@@ -58,7 +57,7 @@ def page(
 def _run(label: str, run: Run) -> dict:
     # Folders of older versions may hold secrets that those did not know.
     origin = provenance.without_secrets(run.provenance)
-    config = origin and yaml.dump(origin["config"], Dumper=DUMPER, **YAML)
+    config = origin and yaml.dump(origin["config"], Dumper=DUMPER, sort_keys=False, allow_unicode=True)
     return {
         "name": run.name,
         "label": label,

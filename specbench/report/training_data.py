@@ -78,12 +78,9 @@ def differing_training(summaries: Iterable[dict]) -> list[str]:
                 names.append(label)
     lines = []
     if len(trained) > 1:
-        alike = len({tokens for tokens, _ in trained}) == 1
-        what = (
-            "drafters saw as many tokens, but not of the same text"
-            if alike
-            else "drafters were not trained alike"
-        )
+        what = "drafters were not trained alike"
+        if len({tokens for tokens, _ in trained}) == 1:
+            what = "drafters saw as many tokens, but not of the same text"
         lines.append(f"{what} ({_kinds(trained)})")
     if stored and len(trained) + len(stored) > 1:
         lines.append(f"some look text up ({_kinds(stored)})")

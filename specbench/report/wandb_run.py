@@ -115,14 +115,13 @@ def contents(run: Run) -> dict[str, object]:
     logged: dict[str, object] = {"tasks": table(by_task(run)), "questions": table(questions)}
     if len(rounds):
         logged |= {f"{name}_per_round": histogram(rounds[name]) for name in ("emitted", "accepted")}
-    if summary["overall"]["acceptance_by_position"]:
-        logged["acceptance_by_position"] = acceptance_lines(summary["overall"])
+    overall = summary["overall"]
+    if overall["acceptance_by_position"]:
+        logged["acceptance_by_position"] = acceptance_lines(overall)
     for name, edges in STRETCHES.items():
-        overall = summary["overall"]
         rows = [*zip(edges, overall[f"acceptance_by_{name}"], overall[f"rounds_by_{name}"])]
-        logged[f"acceptance_by_{name}"] = table(
-            pd.DataFrame(rows, columns=["from", "acceptance_length", "rounds"])
-        )
+        columns = ["from", "acceptance_length", "rounds"]
+        logged[f"acceptance_by_{name}"] = table(pd.DataFrame(rows, columns=columns))
     drawn = plots.figures([run])
     return logged | {f"plots/{name}": picture(figure) for name, figure in drawn.items()}
 
