@@ -12,6 +12,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from specbench.decoding.cpu.packed_linear import pack_linears
+from specbench.decoding.model.anatomy import rotary_of
+from specbench.models.expansion import Sizes
 from specbench.models.pairs import fetch_small_files, place_weights
 from specbench.system.errors import UserError, one_line
 from specbench.system.paths import packaged
@@ -164,6 +166,31 @@ def sizes_trained_for(target: StagedModel, expansion: Expansion | None) -> tuple
     if expansion is None:
         return target.hidden_size, len(target.layers), target.vocab_size
     return expansion.old.hidden, expansion.old.layers, expansion.old.vocab
+
+
+def attention_sizes(target: StagedModel) -> dict[str, Any]:
+    """What the config of one attention layer takes over from its target: width, heads, eps and rotary positions.
+
+    The layer has no biases.
+    """
+    config = target.config
+    sizes = Sizes.of(config.to_dict())
+    return {
+        "hidden_size": sizes.hidden,
+        "num_hidden_layers": 1,
+        "num_attention_heads": sizes.kv_heads * sizes.group,
+        "num_key_value_heads": sizes.kv_heads,
+        "head_dim": sizes.head_dim,
+        "vocab_size": target.vocab_size,
+        "rms_norm_eps": getattr(config, "rms_norm_eps", 1e-6),
+        "max_position_embeddings": config.max_position_embeddings,
+        "rope_parameters": rotary_of(config),
+    }
+
+
+def layer_sizes(target: StagedModel) -> dict[str, Any]:
+    """As `attention_sizes`, of a layer with a feed-forward part, as wide as that of the target."""
+    return attention_sizes(target) | {"intermediate_size": Sizes.of(target.config.to_dict()).inner}
 
 
 def drop_copies(

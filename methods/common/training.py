@@ -33,11 +33,9 @@ from specbench.data.conversations import (
 from specbench.data.training import training_pair
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
-from specbench.decoding.model.anatomy import rotary_of
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.state import NORMED, Request
-from specbench.models.expansion import Sizes
 from specbench.models.pairs import Pair, draft_of, load_pair
 from specbench.models.surgery import SHARED, cut, embedding_names, saved_weights, shares_embeddings
 from specbench.system.errors import UserError, stoppable
@@ -291,31 +289,6 @@ def save_model(model: PreTrainedModel, pair: Pair, cfg: DictConfig, out: Path) -
     module.to(getattr(torch, cfg.save_dtype)).save_pretrained(out, state_dict=saved_weights(model))
     if cfg.pair.tokenizer is None and not shares_embeddings(model):
         pair.tokenizer.save_pretrained(out)
-
-
-def attention_sizes(target: StagedModel) -> dict[str, Any]:
-    """What the config of one attention layer takes over from its target: width, heads, eps and rotary positions.
-
-    The layer has no biases.
-    """
-    config = target.config
-    sizes = Sizes.of(config.to_dict())
-    return {
-        "hidden_size": sizes.hidden,
-        "num_hidden_layers": 1,
-        "num_attention_heads": sizes.kv_heads * sizes.group,
-        "num_key_value_heads": sizes.kv_heads,
-        "head_dim": sizes.head_dim,
-        "vocab_size": target.vocab_size,
-        "rms_norm_eps": getattr(config, "rms_norm_eps", 1e-6),
-        "max_position_embeddings": config.max_position_embeddings,
-        "rope_parameters": rotary_of(config),
-    }
-
-
-def layer_sizes(target: StagedModel) -> dict[str, Any]:
-    """As `attention_sizes`, of a layer with a feed-forward part, as wide as that of the target."""
-    return attention_sizes(target) | {"intermediate_size": Sizes.of(target.config.to_dict()).inner}
 
 
 def mask_to_fill(cfg: DictConfig, pair: Pair, embedded: int) -> int:

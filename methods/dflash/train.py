@@ -22,6 +22,7 @@ import torch
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 from torch.utils.checkpoint import checkpoint
 
+from methods.common.checkpoints import layer_sizes
 from methods.common.losses import (
     CHUNK,
     Distribution,
@@ -37,7 +38,6 @@ from methods.common.training import (
     agreement,
     agreements,
     check_length,
-    layer_sizes,
     mask_to_fill,
     target_pair,
     target_states,

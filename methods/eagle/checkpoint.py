@@ -12,12 +12,13 @@ from methods.common.checkpoints import (
     WEIGHTS,
     check_width,
     fill,
+    layer_sizes,
     read_checkpoint,
     ready,
     sizes_trained_for,
     write_checkpoint,
 )
-from methods.eagle.model import EagleModel, eagle_config
+from methods.eagle.model import EagleModel
 from specbench.decoding.model.anatomy import check_rope
 from specbench.models.expansion import ADDED_ROW, Expansion
 from specbench.system.errors import UserError
@@ -109,7 +110,7 @@ def _expanded(model: EagleModel, target: StagedModel, expansion: Expansion) -> E
         raise UserError(f"{WHAT} hold biases of queries, keys or values: they cannot be expanded")
     grows = expansion.new.vocab > expansion.old.vocab
     settings = model.config.to_dict() | {"bias": grows or model.fc.bias is not None}
-    expander = Expansion(settings, eagle_config(target.config).to_dict(), "the drafter")
+    expander = Expansion(settings, layer_sizes(target), "the drafter")
     device, dtype = target.device, target.dtype
     expanded = expander.build(EagleModel, torch.nn.ModuleDict({"layers": model.layers}), device, dtype)
     old, new = expander.old.hidden, expander.new.hidden

@@ -6,20 +6,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
-from transformers import LlamaConfig
 
 from methods.eagle.layer import DraftingModel, EagleLayer
-from specbench.decoding.model.anatomy import rotary_of
 from specbench.decoding.state import NORMED
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
-# What the drafter of a target has in common with it, where the target has it.
-SHARED = (
-    *("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"),
-    *("intermediate_size", "hidden_act", "rms_norm_eps", "max_position_embeddings"),
-)
+    from transformers import LlamaConfig
 
 
 class EagleModel(DraftingModel):
@@ -50,14 +42,3 @@ class EagleModel(DraftingModel):
         """Pairs: features [b, n, h], embedded tokens [b, n, h] -> [b, n, h], the features of the next pairs."""
         joined = self.fc(torch.cat([embeds, features], dim=-1))
         return self.layer(joined, joined, **attention)
-
-
-def eagle_config(target_config: PretrainedConfig) -> LlamaConfig:
-    """The drafter that the authors give a target: a layer of its dimensions."""
-    settings = {name: getattr(target_config, name, None) for name in SHARED}
-    settings["intermediate_size"] = settings["intermediate_size"] or target_config.ffn_dim
-    return LlamaConfig(
-        **{name: value for name, value in settings.items() if value is not None},
-        num_hidden_layers=1,
-        rope_parameters={"rope_type": "default", "rope_theta": rotary_of(target_config)["rope_theta"]},
-    )

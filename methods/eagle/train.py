@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import smooth_l1_loss
 
+from methods.common.checkpoints import layer_sizes
 from methods.common.head_training import Guesses, count_ranks, train_heads
 from methods.common.losses import ALL, Guess, Loss, first_choices, teacher_of
 from methods.common.training import (
@@ -24,7 +25,6 @@ from methods.common.training import (
     batches_on,
     before_answers,
     finals_of,
-    layer_sizes,
     least_squares,
     predicting,
     some_of,

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import torch
 from torch.nn.functional import pad
 
+from methods.common.checkpoints import layer_sizes
 from methods.common.losses import ALL, Distribution, Loss
 from methods.common.training import (
     SETTINGS,
@@ -23,7 +24,6 @@ from methods.common.training import (
     batches,
     check_length,
     check_like_layer,
-    layer_sizes,
     target_pair,
     train_part,
     trainer,

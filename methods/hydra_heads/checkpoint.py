@@ -17,12 +17,13 @@ from methods.common.checkpoints import (
     check_copy,
     check_tensors,
     check_width,
+    layer_sizes,
     read_checkpoint,
     ready,
     sizes_trained_for,
     write_checkpoint,
 )
-from methods.hydra_heads.heads import Heads, PrefixLayer, prefix_config
+from methods.hydra_heads.heads import Heads, PrefixLayer
 from specbench.models.expansion import Expansion
 from specbench.system.errors import UserError
 
@@ -95,7 +96,7 @@ def load_heads(folder: str | Path, target: StagedModel, pair: Pair) -> tuple[Hea
     config = None
     if prefixed:
         prefix_settings = settings.get("prefix")
-        config = prefix_config(target.config) if prefix_settings is None else LlamaConfig(**prefix_settings)
+        config = LlamaConfig(**layer_sizes(target) if prefix_settings is None else prefix_settings)
     heads = Heads(
         settings["hydra_num_heads"],
         layers,
@@ -224,9 +225,7 @@ def _expanded(folder: str | Path, heads: Heads, target: StagedModel, pair: Pair)
             wide.square[i].get_parameter("weight")[:old, :old] = heads.square[i].get_parameter("weight")
             wide.square[i].get_parameter("bias")[:old] = heads.square[i].get_parameter("bias")
     if heads.prefix is not None:
-        expander = Expansion(
-            heads.prefix.config.to_dict(), prefix_config(target.config).to_dict(), "the prefix layer"
-        )
+        expander = Expansion(heads.prefix.config.to_dict(), layer_sizes(target), "the prefix layer")
         layer = heads.prefix.float()
         wide.prefix = expander.build(lambda config: PrefixLayer(config, old), layer, pair.device, pair.dtype)
     return wide

@@ -14,14 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.nn.functional import pad, silu
-from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from methods.common.draft_layer import DraftLayer
-from specbench.decoding.model.anatomy import rotary_of
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import LlamaConfig
 
 
 class PrefixLayer(DraftLayer):
@@ -92,20 +90,3 @@ class Heads(nn.Module):
         for _ in range(self.layers - 1):
             z = z + silu(self.square[i](z))
         return z
-
-
-def prefix_config(target_config: PretrainedConfig) -> LlamaConfig:
-    """The prefix layer of a target: one Llama layer of its dimensions, rotary positions as in the target."""
-    heads, hidden = target_config.num_attention_heads, target_config.hidden_size
-    return LlamaConfig(
-        hidden_size=hidden,
-        intermediate_size=getattr(target_config, "intermediate_size", None) or target_config.ffn_dim,
-        num_hidden_layers=1,
-        num_attention_heads=heads,
-        num_key_value_heads=getattr(target_config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(target_config, "head_dim", None) or hidden // heads,
-        vocab_size=target_config.vocab_size,
-        rms_norm_eps=getattr(target_config, "rms_norm_eps", None) or 1e-6,
-        max_position_embeddings=target_config.max_position_embeddings,
-        rope_parameters=rotary_of(target_config),
-    )

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from methods.common.checkpoints import layer_sizes
 from methods.common.head_training import HeadDistillation, train_heads
 from methods.common.losses import ALL, Head, Loss
 from methods.common.training import (
@@ -24,7 +25,6 @@ from methods.common.training import (
     begin_like,
     check_length,
     finals_of,
-    layer_sizes,
     least_squares,
     some_of,
     target_pair,

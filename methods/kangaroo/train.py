@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import torch
 
+from methods.common.checkpoints import attention_sizes
 from methods.common.losses import ALL, Guess, Head, Loss, teacher_of
 from methods.common.training import (
     SETTINGS,
     agreement,
-    attention_sizes,
     begin_like,
     check_like_layer,
     predicting,

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
+from methods.common.checkpoints import layer_sizes
 from methods.common.losses import Loss
 from methods.common.training import (
     SETTINGS,
     batches_on,
     check_length,
-    layer_sizes,
     least_squares,
     some_of,
     target_pair,

@@ -11,11 +11,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig
 
+from methods.common.checkpoints import layer_sizes
 from methods.eagle import Eagle, Eagle2
 from methods.eagle.chain import chained
 from methods.eagle.checkpoint import load_eagle, save_eagle
 from methods.eagle.drafter import EAGLE_TREE
-from methods.eagle.model import EagleModel, eagle_config
+from methods.eagle.model import EagleModel
 from methods.eqspec import EqSpec
 from methods.exspec import ExSpec
 from methods.ragged import RaggedBatch
@@ -301,7 +302,7 @@ def test_layers_of_other_forms(changes, tmp_path):
     """Without a bias after the states (LLaMA-3), with biases of queries, keys and values (Qwen2), other heads."""
     pair = random_pair("llama")
     torch.manual_seed(2)
-    model = EagleModel(LlamaConfig(**(eagle_config(pair.target.config).to_dict() | changes))).eval()
+    model = EagleModel(LlamaConfig(**(layer_sizes(StagedModel(pair.target)) | changes))).eval()
     save_eagle(model, tmp_path, torch.float32)
     read, _ = loaded(tmp_path)
     assert (read.fc.bias is None) == ("bias" in changes)

@@ -8,11 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.nn.functional import silu
-from transformers import LlamaModel
+from transformers import LlamaConfig, LlamaModel
 
+from methods.common.checkpoints import layer_sizes
 from methods.hydra_heads import HydraHeads
 from methods.hydra_heads.checkpoint import save_heads
-from methods.hydra_heads.heads import prefix_config
 from specbench.system.errors import UserError
 from tests.support.checkpoints import RunsCode, spoil
 from tests.support.decoding import random_pair
@@ -38,7 +38,7 @@ class Authors(torch.nn.Module):
         super().__init__()
         dropout = [torch.nn.Dropout(0.2)] * (arch == "prefix-mlp")
         if dropout:
-            self.prefix_embeding_layer = LlamaModel(prefix_config(target.config))
+            self.prefix_embeding_layer = LlamaModel(LlamaConfig(**layer_sizes(target)))
         self.input_embed_fn = target.model.embed_tokens
         heads = [[*dropout, Block(64 * (2 + i)), *[*dropout, Block(64)] * (layers - 1)] for i in range(2)]
         self.hydra_mlp = torch.nn.ModuleList(torch.nn.Sequential(*blocks) for blocks in heads)

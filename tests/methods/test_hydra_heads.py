@@ -7,14 +7,15 @@ from collections import Counter
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import LlamaConfig
 
+from methods.common.checkpoints import layer_sizes
 from methods.common.heads import DraftHead
 from methods.common.rank_trees import MEDUSA_TREE
 from methods.eqspec import EqSpec
 from methods.exspec import ExSpec
 from methods.hydra_heads import HydraHeads
 from methods.hydra_heads import drafter as drafter_module
-from methods.hydra_heads.heads import prefix_config
 from methods.hydra_heads.train import fresh_heads
 from methods.ragged import RaggedBatch
 from specbench.decoding.engine import Engine
@@ -83,7 +84,7 @@ def test_what_is_drafted(folder):
     target, drafter = StagedModel(pair.target), HydraHeads(pair, folder)
     state = load_file(f"{folder}/model.safetensors")
     prefixed = drafter.heads.prefix is not None
-    prefix = prefix_model(folder, prefix_config(pair.target.config)) if prefixed else None
+    prefix = prefix_model(folder, LlamaConfig(**layer_sizes(StagedModel(pair.target)))) if prefixed else None
     inner, seen = drafter.draft, []
 
     def output(i: int, z: torch.Tensor) -> torch.Tensor:
@@ -135,7 +136,7 @@ def test_the_prefix_layers_cache_is_that_of_one_pass_over_all_states(arch, sched
     pair = random_pair(arch)
     folder = saved_heads(pair, tmp_path, prefix=True)
     drafter = HydraHeads(pair, folder)
-    prefix = prefix_model(folder, prefix_config(pair.target.config))
+    prefix = prefix_model(folder, LlamaConfig(**layer_sizes(StagedModel(pair.target))))
     inner, checked = drafter.commit, Counter()
 
     def check(batch, verified):

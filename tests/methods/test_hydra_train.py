@@ -8,10 +8,11 @@ from collections import Counter
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import LlamaConfig
 
+from methods.common.checkpoints import layer_sizes
 from methods.hydra_heads import HydraHeads
 from methods.hydra_heads.checkpoint import save_heads
-from methods.hydra_heads.heads import prefix_config
 from methods.hydra_heads.train import Distillation, fit, fresh_heads
 from methods.hydra_heads.train import train as train_hydra_heads
 from specbench.decoding.model.staged_model import StagedModel
@@ -64,7 +65,7 @@ def test_the_loss_by_hand(kind, tmp_path):
     states = finals(pair, ids)
     teacher = pair.target.lm_head(states[0]).softmax(-1)
     if prefix:
-        model = prefix_model(tmp_path, prefix_config(pair.target.config))
+        model = prefix_model(tmp_path, LlamaConfig(**layer_sizes(StagedModel(pair.target))))
         states = model(inputs_embeds=states, use_cache=False).last_hidden_state
     embedded = pair.target.model.embed_tokens(torch.tensor(ids))
     state, step, expected = load_file(tmp_path / "model.safetensors"), 2 if prefix else 1, 0.0
@@ -88,7 +89,7 @@ def test_rank_paths_are_those_of_the_chain_on_the_true_tokens(tmp_path):
         batch_of([ids], [[0, 0, 1, 1, 1, 1, 1, 1]])
     )
     save_heads(heads, tmp_path, torch.float32)
-    model = prefix_model(tmp_path, prefix_config(pair.target.config))
+    model = prefix_model(tmp_path, LlamaConfig(**layer_sizes(StagedModel(pair.target))))
     states = model(inputs_embeds=finals(pair, ids), use_cache=False).last_hidden_state[0]
     state, embedded = (
         load_file(tmp_path / "model.safetensors"),

@@ -13,15 +13,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from methods.ar import Autoregressive
 from methods.common import rank_trees
+from methods.common.checkpoints import layer_sizes
 from methods.eagle import Eagle, Eagle2
 from methods.eagle import checkpoint as eagle
-from methods.eagle.model import EagleModel, eagle_config
+from methods.eagle.model import EagleModel
 from methods.eagle3 import Eagle3
 from methods.eagle3 import checkpoint as eagle3
 from methods.eagle3.model import Eagle3Config, Eagle3Model
 from methods.hydra_heads import HydraHeads
 from methods.hydra_heads import checkpoint as hydra
-from methods.hydra_heads.heads import Heads, prefix_config
+from methods.hydra_heads.heads import Heads
 from methods.kangaroo import Kangaroo
 from methods.kangaroo import adapter as adapters
 from methods.medusa import Medusa
@@ -111,17 +112,17 @@ def heads(folder, target, pair) -> tuple[MedusaHeads, dict, None]:
 def hydra_heads(folder, target, pair) -> tuple[Heads, dict]:
     tree = [[0], [1], [0, 0], [0, 0, 0], [0, 1], [0, 0, 0, 0], [1, 0]]
     with in_bfloat16():
-        heads = Heads(4, 4, target.hidden_size, None, prefix_config(target.config))
+        heads = Heads(4, 4, target.hidden_size, None, LlamaConfig(**layer_sizes(target)))
         return heads.eval().requires_grad_(False), {"tree": tree}
 
 
 def eagle_model(folder, target, *others) -> tuple[EagleModel, dict]:
     with in_bfloat16():
-        return EagleModel(eagle_config(target.config)).eval().requires_grad_(False), {}
+        return EagleModel(LlamaConfig(**layer_sizes(target))).eval().requires_grad_(False), {}
 
 
 def eagle3_model(folder, target, *others) -> Eagle3Model:
-    config = Eagle3Config(**eagle_config(target.config).to_dict())
+    config = Eagle3Config(**layer_sizes(target))
     with in_bfloat16():
         # A draft vocabulary of 32000 tokens, as published.
         return Eagle3Model(config, (1, 2, 3), torch.arange(32000)).eval().requires_grad_(False)

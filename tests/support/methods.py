@@ -7,13 +7,15 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from transformers import LlamaConfig
 
+from methods.common.checkpoints import layer_sizes
 from methods.common.heads import DraftHead
 from methods.common.training import target_states
 from methods.eagle.chain import chained
 from methods.eagle.checkpoint import save_eagle
 from methods.eagle.layer import DraftingModel
-from methods.eagle.model import EagleModel, eagle_config
+from methods.eagle.model import EagleModel
 from methods.kangaroo.adapter import Adapter, adapter_config, save_adapter
 from methods.states import key_of
 from specbench.decoding.drafter import Drafter
@@ -137,7 +139,7 @@ def true_states(pair, ids: torch.Tensor, taps: tuple[int, ...]) -> dict[int, tor
 def fitted_eagle(arch: str) -> EagleModel:
     """EAGLE-1's drafting model for the random pair of an architecture."""
     torch.manual_seed(5)
-    return fit(EagleModel(eagle_config(StagedModel(random_pair(arch).target).config)), arch)
+    return fit(EagleModel(LlamaConfig(**layer_sizes(StagedModel(random_pair(arch).target)))), arch)
 
 
 def saved_eagle(arch: str, folder: str | Path, **notes: object) -> str:
