@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from specbench.decoding.drafter import Drafter, Needs
+    from specbench.decoding.scheduler import Scheduler
 
 # What has times of its own: a question, or a pool of questions, whose sequences share their rounds.
 QUESTION, POOL = "question", "pool"
@@ -101,7 +102,7 @@ class RunSpec:
         )
 
     @property
-    def owners(self) -> list[type]:
+    def owners(self) -> list[type[Drafter | Scheduler]]:
         """The classes that have numbers of their own: of the scheduler, the drafter, and one that it wraps.
 
         Those that this installation does not have, such as a user's own in a folder from elsewhere, are left out: the

@@ -18,7 +18,7 @@ class WrappedDrafter(Drafter):
     All but `draft_limit`, which is that of its own `max_draft_tokens`.
 
     A subclass overrides what it does itself, and calls `super()` where the inner drafter takes part. `summarise` and
-    `describe` belong to classes: a run asks those of the outer and of the inner class, see `metrics.method_stats`.
+    `describe` belong to classes: a run asks those of the outer and of the inner class, see `RunSpec.owners`.
 
     Args:
         inner: the drafter that is wrapped; see `config.spec.make_drafter`.

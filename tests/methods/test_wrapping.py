@@ -13,7 +13,7 @@ from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
-from specbench.measure.metrics.method_stats import of_method
+from specbench.measure.metrics.metrics import stats_of
 from specbench.system.errors import UserError
 from tests.methods.test_stats import frame
 from tests.support.conf import composed
@@ -52,7 +52,7 @@ def test_a_wrappers_summary_has_the_inner_drafters_numbers():
     owners = RunSpec.of(cfg).owners
     assert owners == [Oracle, SortedDraft]
     rounds = frame([{"accepted": 1, "drafted": 2, "stats": {"exits": [2, 6]}}])
-    assert of_method(owners, rounds) == {"exit_shares": {"2": 0.5, "6": 0.5}}
+    assert stats_of(owners, rounds) == {"exit_shares": {"2": 0.5, "6": 0.5}}
     batched = composed("bench", "method=ragged", "drafter=oracle", "drafter.cost_of=s2d")
     assert RunSpec.of(batched).owners[1:] == [Oracle, SortedDraft]
     assert Drafter not in RunSpec.of(composed("bench", "method=samd")).owners

@@ -47,24 +47,21 @@ def engine_numbers(records: list[dict], generations: pd.DataFrame, facts: dict) 
 
 
 def likelihoods(records: list[dict]) -> dict[str, dict]:
-    """By arm, how likely the target finds the tokens that it drew; {} where answers are judged by their tokens."""
-    arms = {arm: _likelihood(records, arm) for arm in (ARMS["engine"], "method")}
-    return {arm: one for arm, one in arms.items() if one is not None}
-
-
-def _likelihood(records: list[dict], arm: str) -> dict | None:
-    """How likely the target finds the tokens that an arm drew; None where that was not computed.
+    """By arm, how likely the target finds the tokens that it drew; {} where answers are judged by their tokens.
 
     - logprob: mean log p of a token.
     - standard_errors: how many the tokens are less likely than drawn ones (negative), or likelier.
     """
-    drawn = [
-        turn["likelihood"][arm] for record in records for turn in record["turns"] if turn.get("likelihood")
-    ]
+    turns = (turn.get("likelihood") for record in records for turn in record["turns"])
+    drawn = list(filter(None, turns))
     if not drawn:
-        return None
-    logprob, tokens = (sum(one[key] for one in drawn) for key in ("logprob", "tokens"))
-    return {"logprob": ratio(logprob, tokens), "standard_errors": errors_of(drawn)}
+        return {}
+    by_arm = {}
+    for arm in (ARMS["engine"], "method"):
+        answers = [one[arm] for one in drawn]
+        logprob, tokens = (sum(one[key] for one in answers) for key in ("logprob", "tokens"))
+        by_arm[arm] = {"logprob": ratio(logprob, tokens), "standard_errors": errors_of(answers)}
+    return by_arm
 
 
 def errors_of(likelihoods: Sequence[Mapping[str, float]]) -> float:

@@ -27,7 +27,6 @@ from specbench.measure.metrics.acceptance import (
     sequences_per_pass,
     total,
 )
-from specbench.measure.metrics.method_stats import of_method
 from specbench.measure.metrics.statistics import Speedup, over_passes, speedup
 from specbench.measure.metrics.timing import (
     ARMS,
@@ -44,6 +43,8 @@ if TYPE_CHECKING:
 
     import pandas as pd
 
+    from specbench.decoding.drafter import Drafter
+    from specbench.decoding.scheduler import Scheduler
 
 VERDICTS = ("exact", "tie", "violation")  # the worst last
 
@@ -207,17 +208,12 @@ def equivalence(records: list[dict], key: str = "equivalence") -> dict:
 
     `answers` were judged; where none was (sampling) the counts are None.
     """
-    worst: dict[tuple[int, int], dict] = {}  # of the repeats of an answer
+    repeats_of: dict[tuple[int, int], list[dict]] = {}
     for record in records:
         for turn in record["turns"]:
-            certificate, answer = turn.get(key), (record["question_id"], turn["turn"])
-            if not certificate or certificate["verdict"] is None:
-                continue
-            if answer not in worst or VERDICTS.index(certificate["verdict"]) > VERDICTS.index(
-                worst[answer]["verdict"]
-            ):
-                worst[answer] = certificate
-    judged = [*worst.values()]
+            if (certificate := turn.get(key)) and certificate["verdict"] is not None:
+                repeats_of.setdefault((record["question_id"], turn["turn"]), []).append(certificate)
+    judged = [max(some, key=lambda one: VERDICTS.index(one["verdict"])) for some in repeats_of.values()]
     divergences = [c["first_divergence"] for c in judged if c["first_divergence"] is not None]
     counts = {name: sum(c["verdict"] == name for c in judged) if judged else None for name in VERDICTS}
     return {
@@ -225,6 +221,11 @@ def equivalence(records: list[dict], key: str = "equivalence") -> dict:
         **counts,
         "first_divergence_median": float(median(divergences)) if divergences else None,
     }
+
+
+def stats_of(owners: Iterable[type[Drafter | Scheduler]], rounds: pd.DataFrame) -> dict[str, Any]:
+    """The numbers that drafters and schedulers keep of their rounds, summarised by their classes."""
+    return {name: value for owner in owners for name, value in owner.summarise(rounds).items()}
 
 
 class Metric(NamedTuple):
@@ -291,7 +292,7 @@ METRICS = {
     ),
     "align_seconds": Metric(lambda m: total(m.rounds["align_seconds"]), POOL),
     "alignment_share": Metric(alignment_share, POOL),
-    "stats": Metric(lambda m: of_method(m.spec.owners, m.rounds)),
+    "stats": Metric(lambda m: stats_of(m.spec.owners, m.rounds)),
     "distinct_4grams": Metric(lambda m: distinct_ngrams(m.records)),
     "equivalence": Metric(lambda m: equivalence(m.records)),
 }

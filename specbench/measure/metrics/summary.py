@@ -20,7 +20,6 @@ from specbench.measure.metrics.dataframes import failed_questions, generations_f
 from specbench.measure.metrics.drift import thirds, thirds_lines
 from specbench.measure.metrics.engine import engine_numbers, likelihoods
 from specbench.measure.metrics.machine import machine, speed
-from specbench.measure.metrics.method_stats import describe
 from specbench.measure.metrics.metrics import (
     VERDICTS,
     MetricInput,
@@ -102,7 +101,7 @@ def summary(records: list[dict], facts: dict, config: dict) -> dict:
         "questions_sha256": facts.get("questions"),
         "verification": config["decoding"].get("verification", TOKEN),  # older folders have none
         "draft_length": config["decoding"].get("draft_length", CONSTANT),
-        "repeats": len(repeats(records)) or config["repeats"],
+        "repeats": len({record["repeat"] for record in records if record["turns"]}) or config["repeats"],
         "processes": len({record["process"] for record in records}),
         **{key: facts[key] for key in OF_FACTS},
         **{key: facts.get(key) for key in OF_NEWER_FACTS},
@@ -115,7 +114,7 @@ def summary(records: list[dict], facts: dict, config: dict) -> dict:
         "tasks": {task: numbers(measured.part(of_task)) for task, of_task in tasks.items()},
         "thirds": apart,
         "notes": [
-            *describe(spec.owners, overall["stats"]),
+            *(line for owner in spec.owners for line in owner.describe(overall["stats"])),
             *warm_lines(facts.get("training", {})),
             *uncleared_lines(facts.get("training", {}), facts.get("questions")),
             *thirds_lines(apart),
@@ -220,11 +219,6 @@ def single_rate(generations: pd.DataFrame) -> float | None:
     """Tokens per second of autoregressive decoding at batch size 1; None where it is the baseline and no own arm."""
     single = generations[generations["arm"] == "single"]
     return ratio(single["tokens"].sum(), single["seconds"].sum())
-
-
-def repeats(records: list[dict]) -> set[int]:
-    """Numbers of the passes that were made over the questions."""
-    return {record["repeat"] for record in records if record["turns"]}
 
 
 def speedup_over_passes(records: list[dict], facts: dict) -> Speedup:
