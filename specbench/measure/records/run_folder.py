@@ -40,20 +40,13 @@ if TYPE_CHECKING:
 
 CONFIG, CODE, FACTS, PROVENANCE = "config.yaml", "code.json", "facts.json", "provenance.json"
 RECORDS, SUMMARY, STEPS = "records.jsonl", "summary.json", "steps.parquet"
-EXIT_CONTINUE = (
-    75  # exit code of a process that has measured its share: another one is to go on (EX_TEMPFAIL)
-)
+# Exit code of a process that has measured its share: another one is to go on (EX_TEMPFAIL).
+EXIT_CONTINUE = 75
 FAILURE = "failure.json"  # why the last attempt ended early
 GIVEN_UP = "given_up.json"  # why no command looks for it any more
 ANSWERS = {"method": "answers.jsonl", "baseline": "answers_baseline.jsonl"}
-NOT_MEASURED = (
-    "run_dir",
-    "runs_root",
-    "tracker",
-    "rerun",
-    "leave_out",
-    "settings_source",
-)  # configuration that does not change what is measured
+# Configuration that does not change what is measured.
+NOT_MEASURED = ("run_dir", "runs_root", "tracker", "rerun", "leave_out", "settings_source")
 
 
 # -- finding and making a folder
@@ -174,10 +167,11 @@ def _difference(run_dir: Path, config: dict, code: dict) -> str | None:
     if _canonical(read_config(run_dir)) != _canonical(config):
         return "it was made for another configuration"
     before = read_json(run_dir / CODE)
-    changed = {key for key in code if before.get(key) != code[key]}
-    if changed - {"questions_sha256"}:
+    if any(before.get(key) != code[key] for key in ("source_sha256", "method_sha256")):
         return "the code has changed since"
-    return "the questions have changed since" if changed else None
+    if before.get("questions_sha256") != code["questions_sha256"]:
+        return "the questions have changed since"
+    return None
 
 
 def _given_folder(run_dir: Path, config: dict, code: dict) -> Path:
