@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Mapping
     from typing import Any
 
 LEAST_FOR_PRECISION = 3  # passes, before an interval over them says anything
@@ -64,8 +64,3 @@ class RunPlan:
         if self.precision is None or width is None or width <= self.precision:
             return None  # None: nothing was answered, of which more passes would change nothing
         return repeat if seconds * (1 + 1 / repeat) <= self.max_minutes * 60 else None
-
-
-def complete_passes(done: Mapping[int, int], questions: int) -> Collection[int]:
-    """The passes that were made to their end."""
-    return [repeat for repeat, count in done.items() if count == questions]

@@ -41,7 +41,7 @@ from specbench.measure.draft_length import VariableLength, make_rule
 from specbench.measure.machine import provenance
 from specbench.measure.machine.speed import Probes
 from specbench.measure.metrics.statistics import Speedup
-from specbench.measure.plan import RunPlan, complete_passes
+from specbench.measure.plan import RunPlan
 from specbench.measure.protocol import Protocol
 from specbench.measure.records import run_folder as store
 from specbench.measure.round_costs import set_round_costs
@@ -169,7 +169,7 @@ def run(run_dir: Path) -> int:
     with store.open_journal(run_dir) as journal:
         job = Job(run_dir, cfg, questions, journal)
         repeat = job.next_pass()
-        if repeat is not None or not job.is_known():
+        if repeat is not None or not (run_dir / store.FACTS).exists():
             bench = prepare(cfg)
             with closing(bench.setup):
                 job.measure(bench, repeat)
@@ -199,10 +199,6 @@ class Job:
         done = Counter(record["repeat"] for record in self.journal.records)
         seconds = sum(record["wall_seconds"] for record in self.journal.records)
         return self.plan.next(done, len(self.questions), self._width(done), seconds)
-
-    def is_known(self) -> bool:
-        """Whether the run's facts are there."""
-        return (self.run_dir / store.FACTS).exists()
 
     def measure(self, bench: Bench, repeat: int | None) -> None:
         """Warms up, notes what the run is made of, and measures this process's passes from `repeat` on."""
@@ -297,7 +293,7 @@ class Job:
 
     def _width(self, done: Counter) -> float | None:
         """The width of the interval over the whole passes; only looked at where passes may be added."""
-        passes = len(complete_passes(done, len(self.questions)))
+        passes = sum(count == len(self.questions) for count in done.values())
         if self.plan.precision is None or passes < self.plan.repeats:
             return None
         if self._passes != passes:
@@ -338,7 +334,7 @@ def drop_torn(journal: store.Journal, planned: list[list[Question]], learns: boo
 def facts(bench: Bench) -> dict:
     """What the summary needs of the run beside its records."""
     setup, conductor = bench.setup, bench.conductor
-    pair, generate = setup.pair, setup.arms.get(HF)
+    pair = setup.pair
     same_weights = setup.served is None or setup.served.same_weights
     return {
         "target_pass_bytes": counted(setup.target.pass_bytes()) if same_weights else None,
@@ -360,7 +356,7 @@ def facts(bench: Bench) -> dict:
         "training": bench.training,
         "trained_weights": bench.trained_weights,
         **changing_facts(bench),
-    } | ({"generate_cache": generate.chosen} if isinstance(generate, FastestOf) else {})
+    }
 
 
 def models(spec: RunSpec, pair: DictConfig, weights: Mapping) -> dict[str, str | None]:

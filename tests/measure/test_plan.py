@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specbench.measure.plan import LEAST_FOR_PRECISION, RunPlan, complete_passes
+from specbench.measure.plan import LEAST_FOR_PRECISION, RunPlan
 
 CONFIG = {"repeats": 1, "processes": 1, "precision": None, "max_minutes": 30}
 
@@ -59,4 +59,3 @@ def test_a_pass_that_was_begun_is_ended_first():
     assert plan.next({0: 4, 1: 3}, 4, None, 0) == 1
     assert plan.next({0: 4, 1: 4, 2: 4, 3: 1}, 4, 0.5, 1e9) == 3
     assert plan.next({0: 4, 1: 4, 2: 4, 3: 4}, 4, 0.5, 1e9) is None
-    assert complete_passes({0: 4, 1: 3}, 4) == [0]
