@@ -166,6 +166,7 @@ def write_report(arguments: list[str], with_claims: bool = False) -> int:
     parser.add_argument(
         "--out", type=Path, help="where the report goes, by default into report/ beside the runs"
     )
+    parser.set_defaults(markdown=False, write=[])
     if with_claims:
         parser.add_argument(
             "--markdown", action="store_true", help="print the claims' table in Markdown and nothing else"
@@ -174,7 +175,6 @@ def write_report(arguments: list[str], with_claims: bool = False) -> int:
             "--write",
             type=Path,
             action="append",
-            default=[],
             metavar="PAGE",
             help="a Markdown file to write the table into, between <!-- claims:begin --> and <!-- claims:end -->, or "
             "how many claims came to each verdict, between <!-- claims-counts:begin --> and its end",
@@ -185,9 +185,9 @@ def write_report(arguments: list[str], with_claims: bool = False) -> int:
     out = options.out or (first.parent if is_run(first) else first) / "report"
     checked = claims.check_claims(runs) if with_claims else []
     first_tables = [claims.claims_table(checked)] if checked else []
-    for path in options.write if with_claims else []:
+    for path in options.write:
         claims.renew(path, checked, runs)
-    if with_claims and options.markdown:
+    if options.markdown:
         for one in left_out:
             print(f"left out: {one}", file=sys.stderr)
         print(claims.markdown(checked, runs))
