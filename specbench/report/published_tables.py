@@ -46,14 +46,12 @@ def _others(rows: list[Published]) -> Table:
     table = PlainTable("other published figures")
     table.add_columns("method", "figures", "questions", "models", "measured on", "source")
     for row in rows:
-        numbers = {name: getattr(row, name) for name in NUMBERS}
-        shown = [
-            f"{name.replace('_', ' ')} {value:g}" for name, value in numbers.items() if value is not None
-        ]
-        figures = ", ".join(shown) + (f" against {row.against}" if row.against else "")
-        noted = f"{figures} ({row.note})" if row.note else figures
+        numbers = {name.replace("_", " "): getattr(row, name) for name in NUMBERS}
+        figures = ", ".join(f"{name} {value:g}" for name, value in numbers.items() if value is not None)
+        against = f" against {row.against}" if row.against else ""
+        note = f" ({row.note})" if row.note else ""
         questions = ", ".join(filter(None, (row.data, row.task)))
-        table.add_row(row.method, noted, questions or UNKNOWN, *_origin(row))
+        table.add_row(row.method, f"{figures}{against}{note}", questions or UNKNOWN, *_origin(row))
     return table
 
 

@@ -76,12 +76,8 @@ def machine_line(summary: dict) -> str:
 
 def kernels_line(summary: dict) -> str:
     """Whose kernels ran a CPU's short passes, and whether layers were compiled; nothing for older runs."""
-    if (
-        summary.get("compiled") is None
-        or summary.get("layouts")
-        or summary["device"] != "cpu"
-        or summary.get("engine")
-    ):
+    elsewhere = summary["device"] != "cpu" or summary.get("engine")
+    if elsewhere or summary.get("compiled") is None or summary.get("layouts"):
         return ""
     kernels = f"torch's kernels ({reason})" if (reason := summary.get("kernels")) else "kernels of our own"
     return f"short passes: {kernels}{', layers compiled' if summary['compiled'] else ''}"
@@ -90,10 +86,8 @@ def kernels_line(summary: dict) -> str:
 def repetition_line(summary: dict) -> str:
     """How much the answers repeat themselves, by task; nothing for older runs."""
     shares = {name: numbers.get("distinct_4grams") for name, numbers in summary["tasks"].items()}
-    parts = [f"{name} {share:.0%}" for name, share in shares.items() if share is not None]
-    return (
-        f"4-grams of the answers that do not occur earlier in the answer: {', '.join(parts)}" if parts else ""
-    )
+    parts = ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share is not None)
+    return f"4-grams of the answers that do not occur earlier in the answer: {parts}" if parts else ""
 
 
 def disturbed(summary: dict) -> str:
@@ -193,12 +187,11 @@ def _ceiling(baseline: dict) -> str:
 def engine_line(summary: dict) -> Text:
     """As `baseline_line`, of another engine: its plain arm, the same once more, and our own loop beside it."""
     engine, baseline = summary["engine"], summary["baseline"]
-    name, loop = engine["name"], engine["own_tokens_per_second"]
-    text = Text(
-        f"baseline: plain {name} {number_text(baseline['tokens_per_second'], 1)} tokens/s, against itself "
-    )
+    name, rate = engine["name"], number_text(baseline["tokens_per_second"], 1)
+    loop = number_text(engine["own_tokens_per_second"], 1)
+    text = Text(f"baseline: plain {name} {rate} tokens/s, against itself ")
     text.append(itself_text(engine))
-    text.append(f"; our loop {number_text(loop, 1)} tokens/s; speedups are against plain {name}")
+    text.append(f"; our loop {loop} tokens/s; speedups are against plain {name}")
     text.append(_ceiling(baseline))
     settings = "".join(f", {setting}" for setting in as_text(engine["plain"]))
     text.append(f"\n{engine['version']}{settings}; plain answers beside our loop's: ")
@@ -296,10 +289,9 @@ def engine_faults(summary: dict) -> list[str]:
 
 def no_speed(summary: dict) -> str:
     """A line where another engine may differ from itself by as much as a method gains or loses; else nothing."""
-    engine = summary.get("engine")
-    if engine is None or not could_explain(
-        engine["again"]["low"], engine["again"]["high"], summary["overall"]
-    ):
+    if (engine := summary.get("engine")) is None:
+        return ""
+    if not could_explain(engine["again"]["low"], engine["again"]["high"], summary["overall"]):
         return ""
     return f"NO VERDICT ON SPEED: plain {engine['name']} against itself has {itself_text(engine)}"
 
@@ -312,10 +304,9 @@ def notes(runs: list[Run]) -> list[str]:
 def cautions(runs: Iterable[Run]) -> list[str]:
     """What a reader of several runs would else see only in the tables of each."""
     runs = list(runs)
-    made = {"random": RANDOM, "expanded": f"expanded weights: {EXPANDED}"}
     slower = [run.name for run in runs if run.summary["baseline"]["quoted_against"] == "hf_generate"]
     lines = []
-    for weights, remark in made.items():
+    for weights, remark in (("random", RANDOM), ("expanded", f"expanded weights: {EXPANDED}")):
         if names := [run.name for run in runs if run.summary["weights"] == weights]:
             lines.append(f"{remark}: {named(names)}")
     lines += memories(runs)

@@ -91,15 +91,13 @@ def spec_bench_table(summaries: Iterable[dict]) -> Table | None:
     last = ("accept.\nlength", "overall", "its\ndef.", "MBSU", "exact/\ntie/viol.")
     table.add_columns(*(SHORT.get(task, task) for task in shown), *last, **NUMBER)
     for label, summary in zip(labels(summaries), summaries):
-        label += remarks.cores_label(summary)
         numbers, tasks = summary["overall"], summary["tasks"]
         speedups = [speedup_text(tasks[task], narrow=True) if task in tasks else UNKNOWN for task in shown]
-        accepted, overall = number_text(numbers["acceptance_length"], 2), speedup_text(numbers, narrow=True)
         table.add_row(
-            label,
+            label + remarks.cores_label(summary),
             *speedups,
-            accepted,
-            overall,
+            number_text(numbers["acceptance_length"], 2),
+            speedup_text(numbers, narrow=True),
             number_text(numbers["spec_bench_speedup"], 2),
             number_text(numbers["mbsu"], 2),
             equivalence_text(numbers["equivalence"]),
