@@ -217,6 +217,7 @@ def test_a_token_has_its_bits_in_a_wide_pass_too(dtype, tokens):
     ],
 )
 def test_without_kernels_the_reason_is_said_in_a_line(environment, expected, tmp_path, monkeypatch):
+    monkeypatch.delenv(native.SWITCH, raising=False)
     for name, value in (environment | {"SPECBENCH_CACHE": str(tmp_path)}).items():
         monkeypatch.setenv(name, value)
     code = "from specbench.decoding.cpu import native; print(native.reason())"
@@ -259,7 +260,8 @@ def test_a_compiler_that_fails_hides_no_other(tmp_path, monkeypatch):
             raise UserError("kernels cannot be compiled: g++ 12 or newer is needed")
         library.touch()
 
-    monkeypatch.delenv("CXX", raising=False)
+    for name in ("CXX", native.SWITCH):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SPECBENCH_CACHE", str(tmp_path))
     monkeypatch.setattr(shutil, "which", lambda name: name)
     monkeypatch.setattr(native, "_digest", lambda compiler: compiler[0])
