@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from specbench.decoding.model.staged_model import StagedModel
-    from specbench.models.pairs import Pair
 
 WHAT = "the Hydra heads"
 FILES = (WEIGHTS, "hydra_lm_head.pt")
@@ -68,18 +67,20 @@ def save_heads(heads: Heads, folder: str | Path, dtype: torch.dtype, **notes: An
     write_checkpoint(folder, settings | notes, state, dtype)
 
 
-def load_heads(folder: str | Path, target: StagedModel, pair: Pair) -> tuple[Heads, dict[str, Any]]:
+def load_heads(
+    folder: str | Path, target: StagedModel, expansion: Expansion | None = None
+) -> tuple[Heads, dict[str, Any]]:
     """Reads `config.json` and `model.safetensors` or the authors' `hydra_lm_head.pt` from a folder.
 
     Pickles are read with weights_only.
 
     Args:
         folder: where the files are.
-        target: that the heads draft for.
-        pair: with the target. If it was expanded, the heads are, too.
+        target: that is drafted for; its device and dtype are the heads'.
+        expansion: how the target was expanded; the heads are, too.
 
     Returns:
-        The heads, on the pair's device, and the content of config.json.
+        The heads, and the content of config.json.
 
     Raises:
         UserError: a file cannot be read, the heads are of another kind, a key or a shape is missing, unknown or wrong,
@@ -88,7 +89,7 @@ def load_heads(folder: str | Path, target: StagedModel, pair: Pair) -> tuple[Hea
     settings, state = read_checkpoint(folder, WHAT, FILES)
     _check_settings(folder, settings)
     prefixed = settings["hydra_head_arch"] == PREFIXED
-    hidden, _, vocab = sizes_trained_for(target, pair.expansion)
+    hidden, _, vocab = sizes_trained_for(target, expansion)
     first = _names(prefixed, 0, 1)[0][0]
     if (weight := state.get(f"{first}.linear.weight")) is not None:
         check_width(folder, WHAT, weight.shape[0], hidden)
@@ -109,9 +110,9 @@ def load_heads(folder: str | Path, target: StagedModel, pair: Pair) -> tuple[Hea
     for name in UNUSED:
         state.pop(name, None)
     _fill(folder, heads, state)
-    if pair.expansion is not None:
-        heads = _expanded(folder, heads, target, pair)
-    return ready(heads, pair.device, pair.dtype), settings
+    if expansion is not None:
+        heads = _expanded(folder, heads, target, expansion)
+    return ready(heads, target.device, target.dtype), settings
 
 
 def _names(prefixed: bool, i: int, layers: int) -> tuple[list[str], str]:
@@ -203,9 +204,8 @@ def _put(layer: torch.nn.Module, leaf: str, values: torch.Tensor) -> None:
 
 
 @torch.no_grad()
-def _expanded(folder: str | Path, heads: Heads, target: StagedModel, pair: Pair) -> Heads:
+def _expanded(folder: str | Path, heads: Heads, target: StagedModel, expansion: Expansion) -> Heads:
     """The heads at the width of an expanded target, which say what they said of the narrow one's states."""
-    expansion = cast("Expansion", pair.expansion)
     if heads.output is not None:
         raise UserError(f"{WHAT} in '{folder}' have output matrices of their own: they cannot be expanded")
     old, new = expansion.old.hidden, expansion.new.hidden
@@ -227,5 +227,7 @@ def _expanded(folder: str | Path, heads: Heads, target: StagedModel, pair: Pair)
     if heads.prefix is not None:
         expander = Expansion(heads.prefix.config.to_dict(), layer_sizes(target), "the prefix layer")
         layer = heads.prefix.float()
-        wide.prefix = expander.build(lambda config: PrefixLayer(config, old), layer, pair.device, pair.dtype)
+        wide.prefix = expander.build(
+            lambda config: PrefixLayer(config, old), layer, target.device, target.dtype
+        )
     return wide

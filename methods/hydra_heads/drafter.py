@@ -49,7 +49,7 @@ class HydraHeads(StateHeads):
         # Late: transformers' models take seconds to import.
         from methods.hydra_heads.checkpoint import load_heads
 
-        loaded, settings = load_heads(weights, self.target, pair)
+        loaded, settings = load_heads(weights, self.target, pair.expansion)
         self.heads = lean_copy(loaded)
         self.head = draft_head(pair, self.target, vocab_map, vocab_size)
         self._prefix_bytes = 0 if loaded.prefix is None else weight_bytes(loaded.prefix)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from specbench.decoding.model.staged_model import StagedModel
-    from specbench.models.pairs import Pair
+    from specbench.models.expansion import Expansion
 
 WHAT = "the heads"
 FILES = (WEIGHTS, "medusa_lm_head.pt", "medusa_lm_head.safetensors")
@@ -46,7 +46,7 @@ State = dict[str, torch.Tensor]
 
 
 def load_heads(
-    folder: str | Path, target: StagedModel, pair: Pair
+    folder: str | Path, target: StagedModel, expansion: Expansion | None = None
 ) -> tuple[MedusaHeads, dict[str, Any], torch.Tensor | None]:
     """Reads `config.json` and `model.safetensors` or the authors' `medusa_lm_head.pt` from a folder.
 
@@ -54,18 +54,18 @@ def load_heads(
 
     Args:
         folder: where the files are, in either form.
-        target: that the heads draft for.
-        pair: with the target. If it was expanded, the heads are, too.
+        target: that is drafted for; its device and dtype are the heads'.
+        expansion: how the target was expanded; the heads are, too.
 
     Returns:
-        The heads, on the pair's device; the content of config.json; the token ids [rows] that they score, None for all.
+        The heads; the content of config.json; the token ids [rows] that they score, None for all.
 
     Raises:
         UserError: a file cannot be read, what it holds is a whole model, a key or a shape is missing, unknown or wrong,
             or the heads were made for another target.
     """
     settings, state = read_checkpoint(folder, WHAT, FILES, lambda config: _check_no_model(folder, config))
-    width, _, vocab = sizes_trained_for(target, pair.expansion)
+    width, _, vocab = sizes_trained_for(target, expansion)
     ids = None
     if any(name.removeprefix("medusa_heads.").startswith("blocks.") for name in state):
         state, ids = _from_vllm(folder, settings, state, target, vocab)
@@ -75,19 +75,19 @@ def load_heads(
         raise UserError(
             f"{WHAT} in '{folder}' do not fit: they score {heads.output.shape[1]} tokens, not {rows}"
         )
-    if pair.expansion is not None:
+    if expansion is not None:
         if heads.output is not None:
             raise UserError(
                 f"{WHAT} in '{folder}' have output matrices of their own: they cannot be expanded"
             )
-        more = pair.expansion.new.hidden - width
+        more = expansion.new.hidden - width
         wide = MedusaHeads(heads.heads, width + more)
         wide.load_state_dict(
             {"weight": pad(heads.weight, (0, more, 0, more)), "bias": pad(heads.bias, (0, more))}
         )
         heads = wide
-    ids = None if ids is None else ids.to(pair.device)
-    return ready(heads, pair.device, pair.dtype), settings, ids
+    ids = None if ids is None else ids.to(target.device)
+    return ready(heads, target.device, target.dtype), settings, ids
 
 
 def save_heads(heads: MedusaHeads, folder: str | Path, dtype: torch.dtype, **notes: Any) -> None:

@@ -39,7 +39,7 @@ class Medusa(StateHeads):
         self, pair: Pair, weights: str, vocab_map: str | None, vocab_size: int | None
     ) -> tuple[int, Sequence[tuple[int, ...]] | None]:
         """Loads the heads, and trims their own output matrices as the target's head."""
-        self.heads, settings, ids = load_heads(weights, self.target, pair)
+        self.heads, settings, ids = load_heads(weights, self.target, pair.expansion)
         self.head = draft_head(pair, self.target, vocab_map, vocab_size, ids)
         rows = self.head.token_ids if ids is None else None
         outputs = [] if self.heads.output is None else self.heads.output

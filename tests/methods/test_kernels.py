@@ -104,12 +104,12 @@ def adapter(folder, target, expansion) -> adapters.Adapter:
         return adapters.Adapter(adapters.adapter_config(target.config)).eval().requires_grad_(False)
 
 
-def heads(folder, target, pair) -> tuple[MedusaHeads, dict, None]:
+def heads(folder, target, expansion) -> tuple[MedusaHeads, dict, None]:
     with in_bfloat16():
         return MedusaHeads(5, target.hidden_size).eval().requires_grad_(False), {}, None
 
 
-def hydra_heads(folder, target, pair) -> tuple[Heads, dict]:
+def hydra_heads(folder, target, expansion) -> tuple[Heads, dict]:
     tree = [[0], [1], [0, 0], [0, 0, 0], [0, 1], [0, 0, 0, 0], [1, 0]]
     with in_bfloat16():
         heads = Heads(4, 4, target.hidden_size, None, LlamaConfig(**layer_sizes(target)))

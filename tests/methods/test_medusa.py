@@ -54,7 +54,7 @@ def saved_heads(pair, folder, own: bool = False, **notes) -> str:
 
 def loaded(folder, pair=None) -> tuple:
     pair = pair or random_pair("llama")
-    return load_heads(folder, StagedModel(pair.target), pair)
+    return load_heads(folder, StagedModel(pair.target), pair.expansion)
 
 
 @pytest.fixture(params=[False, True], ids=["shared head", "own heads"])

@@ -35,7 +35,7 @@ def saved_heads(pair, folder, prefix: bool, own: bool = False, **notes) -> str:
 
 def loaded(folder, pair=None) -> Heads:
     pair = pair or random_pair("llama")
-    return load_heads(folder, StagedModel(pair.target), pair)[0]
+    return load_heads(folder, StagedModel(pair.target), pair.expansion)[0]
 
 
 def prefix_model(folder, config) -> LlamaModel:
