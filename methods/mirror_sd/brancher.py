@@ -80,11 +80,6 @@ def never() -> bool:
     return False
 
 
-def no_exit(_states: torch.Tensor) -> torch.Tensor:
-    """Stands for the target's head where nothing is guessed from an exit."""
-    raise ValueError("guesses from an exit need the target's norm and head")
-
-
 class Brancher:
     """Keeps the draft model's cache of one sequence at a time.
 
@@ -116,8 +111,7 @@ class Brancher:
         plan: Plan,
         streams: torch.Tensor | None = None,
     ):
-        self.model, self.head, self.plan = model, head, plan
-        self.exit_head = no_exit if exit_head is None else exit_head
+        self.model, self.head, self.exit_head, self.plan = model, head, exit_head, plan
         self.device = model.device
         self.streams = torch.empty(0, model.hidden_size, device=self.device) if streams is None else streams
         # Numbers to draw with: for the longest draft, the token after it, guesses, and one to spare.
@@ -412,6 +406,7 @@ class Brancher:
         if plan.guesses == "draft":
             branches = likely_decisions(draft_probs, self._rows, reaching, *limits)
             return replace(branches, tokens=self.head.ids(branches.tokens))
+        assert self.exit_head is not None  # there is one for all other guesses
         probs = torch.softmax(self.exit_head(states).float(), dim=-1)
         if plan.guesses == "both":
             probs = mixture(probs, draft_probs, self.head.token_ids)

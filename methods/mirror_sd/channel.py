@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import multiprocessing
@@ -20,6 +20,7 @@ from specbench.decoding.trace import Timestamp
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from multiprocessing.synchronize import Semaphore
 
 RING = 8  # messages that may be on their way; neither side is ever more than a few ahead
 SPANS = 3  # of a draft: before the exit, during the rest of the pass, after the decision
@@ -53,27 +54,17 @@ class Message:
     sent: float
 
 
-class Semaphore(Protocol):
-    """Of a thread or of a process."""
-
-    def acquire(self, block: bool = True, timeout: float | None = None, /) -> bool:
-        """Lowers it; False if that was not possible in time (s)."""
-
-    def release(self) -> None:
-        """Raises it."""
-
-
 class MessageQueue:
     """Messages in one direction.
 
     Args:
-        semaphore: counts the messages that have arrived.
+        semaphore: of a thread or of a process; counts the messages that have arrived.
         shared: between processes.
         spins: whether the receiver may poll instead of sleeping: microseconds instead of tens of them, at the cost of a
             core.
     """
 
-    def __init__(self, semaphore: Semaphore, shared: bool = False, spins: bool = False):
+    def __init__(self, semaphore: threading.Semaphore | Semaphore, shared: bool = False, spins: bool = False):
         self.arrived, self.spins = semaphore, spins
         self.numbers = torch.zeros(RING, 5, dtype=torch.int64)
         self.seconds = torch.zeros(RING, 3, dtype=torch.float64)
