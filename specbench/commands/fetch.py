@@ -20,26 +20,19 @@ if TYPE_CHECKING:
 def fetch(cfg: DictConfig) -> None:
     """Fetches target, draft model, trained parts and tokenizer, and prints where each lies, or raises UserError."""
     check_sources(cfg)
-    from specbench.models.pairs import (
-        fetch_small_files,
-        fetch_with_weights,
-        local_folder,
-        model_folder,
-    )  # torch takes seconds
+    # Late: torch takes seconds.
+    from specbench.models.pairs import fetch_small_files, fetch_with_weights, local_folder, model_folder
 
     pair = cfg.pair
     models = {"target": pair.target, "draft": pair.draft}
     models |= {f"parts.{name}": source for name, source in pair.parts.items()}
+    models["tokenizer"] = pair.tokenizer
     for what, name in models.items():
         if name is None:
             continue
+        fetch_files = fetch_small_files if what == "tokenizer" else fetch_with_weights
         folder = local_folder(name) or model_folder(name, pair.packages)
-        if folder is None:
-            folder = fetch_with_weights(name, pair.get(f"{what}_revision"), pair.gated)
-        print(f"{what}: {folder}")
-    if (name := pair.tokenizer) is not None:
-        folder = local_folder(name) or model_folder(name, pair.packages)
-        print(f"tokenizer: {folder or fetch_small_files(name, None, pair.gated)}")
+        print(f"{what}: {folder or fetch_files(name, pair.get(f'{what}_revision'), pair.gated)}")
 
 
 @one_line_errors()
