@@ -89,8 +89,5 @@ class Protocol:
 
     def warm_up_requests(self, max_new_tokens: int) -> list[Request]:
         """A request for each warm-up question."""
-        requests = []
-        for question in self.warmup:
-            prompt = self.prompt(question, [])
-            requests.append(Request(prompt, self.capped(prompt, max_new_tokens), self.seed))
-        return requests
+        prompts = [self.prompt(question, []) for question in self.warmup]
+        return [Request(prompt, self.capped(prompt, max_new_tokens), self.seed) for prompt in prompts]
