@@ -60,20 +60,11 @@ COMPARABLE = (
     *("source_sha256", "versions", "machine", "threads", "environment", "questions.sha256", "weights.target"),
     *("weights.engine.target", "config.engine.python"),
     *("config.pair.target", "config.pair.dtype", "config.pair.device", "config.pair.init", "config.data"),
-    *(
-        "config.pair.target_shape",
-        "config.pair.width",
-        "config.pair.graphs",
-        "config.pair.compile",
-        "config.decoding.max_new_tokens",
-        "config.decoding.temperature",
-        "config.decoding.verification",
-        "config.decoding.verify_width",
-        "config.batch_size",
-        "config.protocol",
-        "config.engine.name",
-        "config.engine.plain.",  # not plain_url
-    ),
+    *("config.pair.target_shape", "config.pair.width", "config.pair.graphs", "config.pair.compile"),
+    *("config.decoding.max_new_tokens", "config.decoding.temperature"),
+    *("config.decoding.verification", "config.decoding.verify_width"),
+    *("config.batch_size", "config.protocol", "config.engine.name"),
+    "config.engine.plain.",  # not plain_url
 )
 PROVENANCE = "provenance.json"
 PLACEMENT = "environment.CUDA_VISIBLE_DEVICES"  # another GPU of the same kind does as well
