@@ -322,7 +322,10 @@ def test_a_setting_that_cannot_work_is_told_before_anything_is_loaded(
         ("data.path=/nowhere/question.jsonl", "no file /nowhere/question.jsonl"),
         ("prompt_weight=1", "prompt_weight must be less than 1"),
         ("states=/nowhere", "there are no states in '/nowhere'"),
-        ("vocab_sample=8", r"states=FOLDER, .*specbench states pair=\w+ conversations=\S+ length=20 .* taps="),
+        (
+            "vocab_sample=8",
+            r"states=FOLDER, .*specbench states pair=\w+ conversations=\S+ length=20 .* taps=",
+        ),
     ],
 )
 def test_what_is_missing_is_told_before_anything_is_loaded(
