@@ -191,6 +191,8 @@ def engine_line(summary: dict) -> Text:
     loop = number_text(engine["own_tokens_per_second"], 1)
     text = Text(f"baseline: plain {name} {rate} tokens/s, against itself ")
     text.append(itself_text(engine))
+    if verdict(engine["again"]["low"], engine["again"]["high"]) in ("faster", "slower"):
+        text.append(" (not 1: speedups may be off by as much)")
     text.append(f"; our loop {loop} tokens/s; speedups are against plain {name}")
     text.append(_ceiling(baseline))
     settings = "".join(f", {setting}" for setting in as_text(engine["plain"]))

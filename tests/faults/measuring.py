@@ -28,6 +28,22 @@ FAULTS = (
         ("tests/measure/test_remeasure.py",),
     ),
     Fault(
+        "idle cores dilute stolen time",
+        "measuring",
+        f"{M}/machine/watch.py",
+        'counters["stolen"] = stolen / computing',
+        'counters["stolen"] = stolen / len(self._cores)',
+        ("tests/measure/test_watch.py",),
+    ),
+    Fault(
+        "caches grow within an answer",
+        "measuring",
+        f"{M}/warm_up.py",
+        "engine.reserve([longest] * setup.slots)",
+        "pass",
+        ("tests/measure/test_runner.py",),
+    ),
+    Fault(
         "what follows a tie is not looked at",
         "certificates",
         f"{M}/certify.py",

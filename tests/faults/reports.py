@@ -35,4 +35,20 @@ FAULTS = (
         "INCOMPARABLE if hindrances else FAILED if wrong",
         ("tests/report/test_gate.py",),
     ),
+    Fault(
+        "what a baseline has against itself explains no gain",
+        "reports",
+        "specbench/report/remarks.py",
+        "margin = max(high, 1 / low)",
+        "margin = 1.0",
+        ("tests/report/test_tables_remarks.py",),
+    ),
+    Fault(
+        "any file of questions decides a claim",
+        "reports",
+        "specbench/report/claims.py",
+        '    "questions_sha256": [*QUESTIONS.values()],\n',
+        "",
+        ("tests/report/test_claims_measures.py", "tests/report/test_claims.py"),
+    ),
 )

@@ -143,6 +143,10 @@ def test_another_engine_is_named_with_its_baseline_and_what_it_has_against_itsel
         "cache_type_k=f16; plain answers beside our loop's: 80/0/0, beside its own again: 79/1/0 ... processes=2",
     )
     assert "processes=2" not in shown(tables.run_table(SERVED | {"processes": 2}), width=300)
+    assert "may be off" not in text
+    off = changed(SERVED, engine__again={"speedup": 1.05, "low": 1.01, "high": 1.09})
+    text = " ".join(shown(tables.run_table(off), width=300).split())
+    assert "against itself 1.05 [1.01, 1.09] (not 1: speedups may be off" in text
 
 
 @pytest.mark.parametrize("processes", [1, 2])
