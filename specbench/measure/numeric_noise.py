@@ -71,9 +71,20 @@ def tree_logits(
     return torch.cat(logits).float()
 
 
+@torch.inference_mode()
+@uncaptured
 def next_logits(target: StagedModel, prompt: list[int], answer: list[int], index: int) -> torch.Tensor:
-    """Logits [vocab] of token `index` of `answer`, as the target has them decoding token by token."""
-    return forced_logits(target, prompt, [*answer[:index], 0], block=1)[-1]
+    """Logits [vocab] of token `index` of `answer`, as the target has them decoding token by token.
+
+    No others are kept, as `forced_logits` does: those of a long answer over a large vocabulary take gigabytes.
+    """
+    ids = torch.tensor([prompt + answer[:index]], device=target.device)
+    cache = target.new_cache(ids.shape[1] + target.padding)
+    logits = target.prefill(ids[:, : len(prompt)], cache).logits
+    for start in range(len(prompt), ids.shape[1]):
+        token = ids[:, start : start + 1]
+        logits = target.verify(token, Draft(token[:, :0]), cache, start)[0]
+    return logits[-1].float()
 
 
 def drawn_margin(logits: torch.Tensor, other: int, decoding: SamplingParams, uniform: float) -> float:

@@ -269,7 +269,7 @@ class Job:
             "bandwidth_bytes_per_second": bandwidth,
             "speed": speed,
             "round_costs": chosen["round_costs"],
-            **models(setup.spec, self.cfg.pair, collected["weights"]),
+            **models(setup, self.cfg.pair, collected["weights"]),
             "questions": collected["questions"]["sha256"],
             "processor": provenance.processor(setup.pair.device),
         }
@@ -359,11 +359,11 @@ def facts(bench: Bench) -> dict:
     }
 
 
-def models(spec: RunSpec, pair: DictConfig, weights: Mapping) -> dict[str, str | None]:
+def models(setup: Setup, pair: DictConfig, weights: Mapping) -> dict[str, str | None]:
     """What runs in place of the pair's models, for the facts.
 
     Args:
-        spec: of the run.
+        setup: of the run.
         pair: its configuration.
         weights: of the provenance.
 
@@ -376,8 +376,8 @@ def models(spec: RunSpec, pair: DictConfig, weights: Mapping) -> dict[str, str |
         for name in ("target", "draft")
         if (one := weights.get(f"engine.{name}"))
     }
-    is_started_here = spec.engine is None or "install" in spec.engine
-    draft = spec.needs.draft_of(pair) if is_started_here else None
+    is_ours = setup.served is None or setup.served.is_ours
+    draft = setup.spec.needs.draft_of(pair) if is_ours else None
     return {"engine_target": files.get("target"), "draft": files.get("draft", draft)}
 
 

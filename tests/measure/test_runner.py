@@ -75,10 +75,11 @@ def test_another_engines_own_files_are_told_by_name_and_checksum():
     """As is the pair's draft model, but where somebody else runs the engine."""
     needs, pair = Needs(draft_model=True), DictConfig({"draft": "models/draft"})
     ours, loads, served = (
-        SimpleNamespace(needs=needs, engine=engine) for engine in (None, {"install": {}}, {"plain_url": "x"})
+        SimpleNamespace(spec=SimpleNamespace(needs=needs), served=served)
+        for served in (None, SimpleNamespace(is_ours=True), SimpleNamespace(is_ours=False))
     )
-    for spec, draft in ((ours, "models/draft"), (loads, "models/draft"), (served, None)):
-        assert models(spec, pair, {}) == {"engine_target": None, "draft": draft}
+    for setup, draft in ((ours, "models/draft"), (loads, "models/draft"), (served, None)):
+        assert models(setup, pair, {}) == {"engine_target": None, "draft": draft}
     files = {
         f"engine.{name}": {"source": f"/m/{name}.gguf", "files": {f"{name}.gguf": digit * 64}}
         for name, digit in (("target", "a"), ("draft", "b"))

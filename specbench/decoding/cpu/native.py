@@ -56,9 +56,11 @@ def load() -> tuple[list[str], str | None]:
         return [], f"{SWITCH}=0"
     reasons = []
     # First what is compiled already: a compiler that fails would do so in every process.
-    for command in sorted(_compilers(), key=lambda command: not _library(command).exists()):
+    folder = cache_folder() / KERNELS
+    libraries = [(command, folder / f"{_digest(command)}.so") for command in _compilers()]
+    for command, library in sorted(libraries, key=lambda one: not one[1].exists()):
         try:
-            torch.ops.load_library(str(_compiled(command)))
+            torch.ops.load_library(str(_compiled(command, library)))
         except UserError as error:
             reasons.append(str(error))
         except OSError as error:
@@ -105,13 +107,12 @@ def _compilers() -> list[list[str]]:
     return [command for command in commands if command and shutil.which(command[0])]
 
 
-def _compiled(compiler: list[str]) -> Path:
-    """The library, compiled once for the sources, the compiler, the processor and the version of torch.
+def _compiled(compiler: list[str], library: Path) -> Path:
+    """The library, compiled where it is not there yet.
 
     Raises:
         UserError: it cannot be compiled, or the cache cannot be written.
     """
-    library = _library(compiler)
     folder = make_folder(library.parent)
     if library.exists():
         return library
@@ -122,12 +123,8 @@ def _compiled(compiler: list[str]) -> Path:
     return library
 
 
-def _library(compiler: list[str]) -> Path:
-    return cache_folder() / KERNELS / f"{_digest(compiler)}.so"
-
-
 def _digest(compiler: list[str]) -> str:
-    """Names everything that the library depends on."""
+    """Names all that a library depends on: the sources, the compiler, the processor and the version of torch."""
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=False).stdout
     parts = [version, torch.__version__, " ".join([*compiler[1:], *FLAGS]), processor()]
     parts += [path.read_text(encoding="utf-8") for path in sorted(SOURCES.iterdir())]

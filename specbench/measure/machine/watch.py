@@ -52,7 +52,8 @@ class Watch:
         self.threads = threads
         self._stat, self._tasks = proc / "stat", proc / "self" / "task"
         around = [group / "cpu.stat" for group in groups_around("cpu", proc, system)]
-        self._groups = [file for file in around if file.exists()]
+        # Of those that count it: they are read in every slice.
+        self._throttled = [file for file in around if file.exists() and _throttled(file) is not None]
         self._cores = own_cores()
         self._quota = cpu_quota(proc, system)  # read once: a slice is too short for it
         devices = system / "devices" / "system" / "cpu"
@@ -95,9 +96,8 @@ class Watch:
             busy, stolen = cpu_seconds
             counters["stolen"] = stolen / computing
             counters["others"] = busy - time.process_time() - self._seconds_of_children()
-        throttled = [seconds for file in self._groups if (seconds := _throttled(file)) is not None]
-        if throttled:
-            counters["throttled"] = sum(throttled) / computing
+        if self._throttled:
+            counters["throttled"] = sum(_throttled(file) or 0.0 for file in self._throttled) / computing
         return counters
 
     def heat(self) -> Counters:
