@@ -346,6 +346,7 @@ def facts(bench: Bench) -> dict:
         "anatomy": pair.anatomy,
         "weights_source": pair.source,
         "kernels": kernels(setup.target),
+        "tiles": native.has_tiles(setup.target.device, pair.dtype),
         "compiled": setup.target.stack.is_compiled,
         "unit": setup.spec.unit,
         "reference_answer": setup.spec.needs.reference_answer,

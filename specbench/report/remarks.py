@@ -80,7 +80,8 @@ def kernels_line(summary: dict) -> str:
     if elsewhere or summary.get("compiled") is None or summary.get("layouts"):
         return ""
     kernels = f"torch's kernels ({reason})" if (reason := summary.get("kernels")) else "kernels of our own"
-    return f"short passes: {kernels}{', layers compiled' if summary['compiled'] else ''}"
+    tiles = " on AMX" if summary.get("tiles") and not reason else ""
+    return f"short passes: {kernels}{tiles}{', layers compiled' if summary['compiled'] else ''}"
 
 
 def repetition_line(summary: dict) -> str:

@@ -540,7 +540,8 @@ def differences(first: Run, run: Run) -> list[str]:
 def _means(summary: Mapping) -> dict[str, object]:
     means: dict[str, object] = {"engine.version": (summary.get("engine") or {}).get("version")}
     if "kernels" in summary:
-        means["kernels"] = f"torch's ({reason})" if (reason := summary["kernels"]) else "our own"
+        ours = "our own, on AMX" if summary.get("tiles") else "our own"
+        means["kernels"] = f"torch's ({reason})" if (reason := summary["kernels"]) else ours
     if str(summary.get("device")).startswith("cuda"):  # one of several in a machine
         means["machine.processor"] = summary.get("processor")
     if "compiled" in summary:

@@ -33,7 +33,7 @@ def test_an_output_has_the_same_bits_beside_any_others(dtype, rows, columns):
     panels, states = Panels(weight), torch.randn(MOST_TOKENS, columns, dtype=dtype)
     for summand in (None, bias):
         alone = torch.cat([panels.times(state, summand) for state in states.split(1)])
-        for tokens in (2, 3, 6, 7, 13, MOST_TOKENS):
+        for tokens in (2, 3, 6, 7, 13, 17, 33, 49, MOST_TOKENS):
             assert torch.equal(panels.times(states[:tokens], summand), alone[:tokens])
         assert torch.equal(panels.times(states.view(4, -1, columns), summand).view(-1, rows), alone)
         right = torch.nn.functional.linear(
@@ -74,6 +74,31 @@ def test_kernels_start_as_many_threads_as_torch_computes_with(tmp_path, monkeypa
         print(len(os.listdir("/proc/self/task")) - before)
     """
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "2\n"
+
+
+@needs_kernels
+@pytest.mark.nightly
+@pytest.mark.process
+def test_a_processor_with_tiles_has_the_kernels_of_others_too(tmp_path, monkeypatch):
+    """Both compute the same products, to rounding."""
+    if not native.has_tiles(torch.device("cpu"), torch.bfloat16):
+        pytest.skip("this processor has no AMX")
+    code = """if True:
+        import sys, torch
+        from specbench.decoding.cpu.native import has_tiles
+        from specbench.decoding.cpu.packed_linear import Panels
+        torch.manual_seed(0)
+        panels, states = Panels(torch.randn(70, 50).bfloat16()), torch.randn(40, 50).bfloat16()
+        torch.save(panels.times(states, None), sys.argv[1])
+        print(has_tiles(torch.device("cpu"), torch.bfloat16))
+    """
+    outputs = []
+    for flags, tiles in [("", "True"), (" -mno-amx-tile -mno-amx-bf16", "False")]:
+        monkeypatch.setenv("CXX", "g++" + flags)
+        path = tmp_path / tiles
+        assert subprocess.check_output([sys.executable, "-c", code, path], text=True).strip() == tiles
+        outputs.append(torch.load(path))
+    torch.testing.assert_close(*outputs)
 
 
 @needs_kernels

@@ -97,6 +97,11 @@ def has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cpu" and dtype in TYPES and _available()
 
 
+def has_tiles(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether products of a device and a type run on the tiles of a processor with AMX."""
+    return dtype == torch.bfloat16 and has_kernel(device, dtype) and torch.ops.specbench.has_tiles()
+
+
 def _available() -> bool:
     return reason() is None
 

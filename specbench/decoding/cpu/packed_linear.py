@@ -51,13 +51,18 @@ class Panels:
             raise RuntimeError(native.reason() or f"there is no kernel for {weight.dtype} on {weight.device}")
         filled = plain(weight).contiguous()
         self.outputs, columns = weight.shape
-        rows, lanes = torch.ops.specbench.panel(), torch.ops.specbench.lanes()
-        halves = 4 // weight.element_size()  # vectors of floats that one of words holds
-        lacking = -columns % (torch.ops.specbench.blocks() * lanes * halves), -self.outputs % rows
+        rows, multiple = torch.ops.specbench.panel(weight.dtype)
+        lacking = -columns % multiple, -self.outputs % rows
         if any(lacking):
             filled = torch.nn.functional.pad(filled, (0, lacking[0], 0, lacking[1]))
-        blocks = filled.view(len(filled) // rows, rows, -1, halves, lanes)
-        self.panels = in_huge_pages(blocks.permute(0, 2, 1, 4, 3)).flatten(1)
+        by_panel = filled.view(len(filled) // rows, rows, -1)
+        if native.has_tiles(weight.device, weight.dtype):
+            blocks = by_panel.unflatten(2, (-1, multiple // 2, 2)).permute(0, 2, 3, 1, 4)
+        else:
+            halves = 4 // weight.element_size()  # vectors of floats that one of words holds
+            lanes = torch.ops.specbench.lanes()
+            blocks = by_panel.unflatten(2, (-1, halves, lanes)).permute(0, 2, 1, 4, 3)
+        self.panels = in_huge_pages(blocks).flatten(1)
 
     def times(self, states: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """States [..., in] of at most `native.MOST_TOKENS` tokens -> [..., out]."""

@@ -9,9 +9,11 @@
 
 #include <algorithm>
 #include <optional>
+#include <tuple>
 
 #include "kernels.h"
 #include "simd.h"
+#include "tiles.h"
 
 namespace {
 
@@ -120,33 +122,48 @@ void multiply(const W* weights, int64_t panels, int64_t size, const float* state
   });
 }
 
-// States [tokens, columns] as floats, filled up to `stride` columns with zeros.
-at::Tensor as_floats(const at::Tensor& states, int64_t tokens, int64_t columns, int64_t stride) {
+// States [tokens, columns] as numbers of type T, filled up to `stride` columns with zeros.
+template <class T>
+at::Tensor filled_up(const at::Tensor& states, int64_t tokens, int64_t columns, int64_t stride) {
+  constexpr auto type = c10::CppTypeToScalarType<T>::value;
   at::Tensor contiguous = states.contiguous();
-  bool floats = states.scalar_type() == at::kFloat;
-  if (floats && stride == columns) return contiguous;
-  at::Tensor filled = at::empty({tokens, stride}, states.options().dtype(at::kFloat));
-  float* to = filled.mutable_data_ptr<float>();
-  for (int64_t t = 0; t < tokens; t++, to += stride) {
-    if (floats)
-      std::copy_n(contiguous.const_data_ptr<float>() + t * columns, columns, to);
-    else
-      std::copy_n(contiguous.const_data_ptr<c10::BFloat16>() + t * columns, columns, to);
-    std::fill(to + columns, to + stride, 0.0f);
-  }
+  if (states.scalar_type() == type && stride == columns) return contiguous;
+  at::Tensor filled = at::empty({tokens, stride}, states.options().dtype(type));
+  T* to = filled.mutable_data_ptr<T>();
+  auto fill = [&](const auto* from) {
+    for (int64_t t = 0; t < tokens; t++, from += columns, to += stride)
+      std::fill(std::copy_n(from, columns, to), to + stride, T(0));
+  };
+  if (states.scalar_type() == at::kFloat)
+    fill(contiguous.const_data_ptr<float>());
+  else
+    fill(contiguous.const_data_ptr<c10::BFloat16>());
   return filled;
+}
+
+const uint16_t* words(const at::Tensor& tensor) {
+  return reinterpret_cast<const uint16_t*>(tensor.const_data_ptr<c10::BFloat16>());
+}
+
+bool in_tiles(at::ScalarType type) { return type == at::kBFloat16 && specbench::has_tiles(); }
+
+// Rows of a panel, and numbers of which a row has a multiple.
+std::tuple<int64_t, int64_t> shape_of_panels(at::ScalarType type) {
+  if (in_tiles(type)) return {specbench::TILE_ROWS, specbench::TILE_COLUMNS};
+  return {PANEL, BLOCKS * (type == at::kFloat ? BLOCK<float> : BLOCK<uint16_t>)};
 }
 
 }  // namespace
 
 at::Tensor specbench::product(const at::Tensor& states, const at::Tensor& panels,
                               const std::optional<at::Tensor>& bias, int64_t rows) {
+  const at::ScalarType type = states.scalar_type();
   TORCH_CHECK(states.dim() > 0 && states.size(-1) > 0, "product: states without columns");
-  TORCH_CHECK(states.scalar_type() == panels.scalar_type(), "product: types differ");
+  TORCH_CHECK(type == panels.scalar_type(), "product: types differ");
+  const auto [panel, block] = shape_of_panels(type);
   const int64_t columns = states.size(-1), tokens = states.numel() / columns;
-  const int64_t block = BLOCKS * LANES * sizeof(float) / panels.element_size();
-  const int64_t stride = (columns + block - 1) / block * block, size = PANEL * stride;
-  TORCH_CHECK(panels.is_contiguous() && panels.dim() == 2 && panels.size(0) == (rows + PANEL - 1) / PANEL &&
+  const int64_t stride = (columns + block - 1) / block * block, size = panel * stride;
+  TORCH_CHECK(panels.is_contiguous() && panels.dim() == 2 && panels.size(0) == (rows + panel - 1) / panel &&
                   panels.size(1) == size,
               "product: panels of another matrix");
   TORCH_CHECK(!bias.has_value() || (bias->dim() == 1 && bias->size(0) == rows), "product: bias of another matrix");
@@ -154,23 +171,29 @@ at::Tensor specbench::product(const at::Tensor& states, const at::Tensor& panels
   shape.back() = rows;
   at::Tensor outputs = at::empty(shape, states.options());
   if (tokens == 0) return outputs;
-  at::Tensor floats = as_floats(states, tokens, columns, stride);
   at::Tensor summand = bias.has_value() ? bias->to(at::kFloat).contiguous() : at::Tensor();
   const float* added = bias.has_value() ? summand.const_data_ptr<float>() : nullptr;
+  if (in_tiles(type)) {
+    at::Tensor filled = filled_up<c10::BFloat16>(states, tokens, columns, stride);
+    tile_product(words(panels), panels.size(0), words(filled), tokens, stride, added, rows,
+                 reinterpret_cast<uint16_t*>(outputs.mutable_data_ptr<c10::BFloat16>()));
+    return outputs;
+  }
+  at::Tensor floats = filled_up<float>(states, tokens, columns, stride);
   const float* from = floats.const_data_ptr<float>();
-  if (states.scalar_type() == at::kFloat)
+  if (type == at::kFloat)
     multiply(panels.const_data_ptr<float>(), panels.size(0), size, from, stride, tokens, added, rows,
              outputs.mutable_data_ptr<float>());
   else
-    multiply(reinterpret_cast<const uint16_t*>(panels.const_data_ptr<c10::BFloat16>()), panels.size(0), size, from,
-             stride, tokens, added, rows, outputs.mutable_data_ptr<c10::BFloat16>());
+    multiply(words(panels), panels.size(0), size, from, stride, tokens, added, rows,
+             outputs.mutable_data_ptr<c10::BFloat16>());
   return outputs;
 }
 
 TORCH_LIBRARY_FRAGMENT(specbench, library) {
   library.def("product(Tensor states, Tensor panels, Tensor? bias, int rows) -> Tensor");
-  library.def("panel() -> int", [] { return PANEL; });
+  library.def("panel(ScalarType type) -> (int, int)", shape_of_panels);
   library.def("lanes() -> int", [] { return int64_t(LANES); });
-  library.def("blocks() -> int", [] { return BLOCKS; });
+  library.def("has_tiles() -> bool", specbench::has_tiles);
 }
 TORCH_LIBRARY_IMPL(specbench, CPU, library) { library.impl("product", specbench::product); }
