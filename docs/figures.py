@@ -126,13 +126,19 @@ PLOTS = {
 
 @dataclass(frozen=True)
 class Page:
-    """A page with markers: whose runs stand between them, where its plots lie as seen from it, and which they are."""
+    """A page with markers: which runs stand between them, where figures lie as seen from it, and which it shows."""
 
     path: Path
     pair: str
     figures: str
     plots: tuple[str, ...]
     by_task: bool
+    dtype: str = "float32"
+
+    @property
+    def folder(self) -> str:
+        """Where its plots lie among the figures."""
+        return self.pair if self.dtype == "float32" else f"{self.pair}-{self.dtype}"
 
 
 PAGES = (
@@ -149,6 +155,14 @@ PAGES = (
         "../figures",
         ("acceptance_and_speedup", "speedup_by_task", "acceptance_by_place", "acceptance_by_context"),
         by_task=True,
+    ),
+    Page(
+        Path("docs/results/smollm2-bfloat16.md"),
+        REAL,
+        "../figures",
+        ("acceptance_and_speedup", "speedup_by_task"),
+        by_task=True,
+        dtype="bfloat16",
     ),
     Page(Path("README.md"), REAL, "docs/figures", ("speedup_by_task",), by_task=False),
 )
@@ -179,7 +193,7 @@ def block(runs: list[Run], page: Page, drawn: Iterable[str]) -> str:
     if trained is not None and not differing_training(summaries):
         parts.append(f"Training: {SAME}.")
     parts += [
-        f"![{PLOTS[name]}]({page.figures}/{page.pair}/{name}.png)" for name in page.plots if name in drawn
+        f"![{PLOTS[name]}]({page.figures}/{page.folder}/{name}.png)" for name in page.plots if name in drawn
     ]
     return "\n\n".join(parts)
 
@@ -238,36 +252,31 @@ def between_markers(text: str, content: str) -> str:
 
 
 def write(runs: list[Run], root: Path = ROOT) -> None:
-    """Writes the plots into docs/figures/ and the tables into the pages of the runs' pairs, below `root`.
+    """Writes plots and tables into the pages of the runs' pair and dtype, below `root`; those without a page are printed.
 
-    Runs of a pair without a page are printed. Runs of each dtype have a table on a page by task, those of the first one
-    on every page; the plots are theirs.
+    The pages of methods have the rows in float32.
     """
     changed: dict[Path, str] = {}
-    if without_page := [run for run in runs if run.summary["pair"] not in {page.pair for page in PAGES}]:
+    groups: dict[str, list[Run]] = {}
+    folders = {(page.pair, page.dtype): page.folder for page in PAGES}
+    for run in runs:
+        folder = folders.get((run.summary["pair"], run.summary["dtype"]))
+        groups.setdefault(folder or "", []).append(run)
+    if without_page := groups.pop("", None):
         tables.print_overview(without_page)
-    for pair in dict.fromkeys(page.pair for page in PAGES):
-        groups: dict[str, list[Run]] = {}
-        for run in runs:
-            if run.summary["pair"] == pair:
-                groups.setdefault(run.summary["dtype"], []).append(run)
-        if not groups:
-            continue
-        first, *others = groups.values()
-        pages = [page for page in PAGES if page.pair == pair]
+    for name, group in groups.items():
+        pages = [page for page in PAGES if page.folder == name]
         shown = {name for page in pages for name in page.plots}
-        drawn = {name: figure for name, figure in plots.figures(first).items() if name in shown}
+        drawn = {name: figure for name, figure in plots.figures(group).items() if name in shown}
         for page in pages:
-            content = [block(first, page, drawn)]
-            if page.by_task:
-                content += [block(group, page, ()) for group in others]
             path = root / page.path
-            changed[path] = between_markers(path.read_text(encoding="utf-8"), "\n\n".join(content))
-        changed |= method_pages(first, pair, root, changed)
-        folder = root / "docs" / "figures" / pair
+            changed[path] = between_markers(path.read_text(encoding="utf-8"), block(group, page, drawn))
+        if name == pages[0].pair:
+            changed |= method_pages(group, name, root, changed)
+        folder = root / "docs" / "figures" / name
         folder.mkdir(parents=True, exist_ok=True)
-        for name, figure in drawn.items():
-            figure.savefig(folder / f"{name}.png", dpi=120)
+        for plot, figure in drawn.items():
+            figure.savefig(folder / f"{plot}.png", dpi=120)
     for path, text in changed.items():
         path.write_text(text, encoding="utf-8")
         print(path.relative_to(root))

@@ -19,6 +19,7 @@
 
 #include "kernels.h"
 #include "simd.h"
+#include "tiles.h"
 
 namespace {
 
@@ -233,6 +234,7 @@ struct Attention {
   at::IntArrayRef query_strides, key_strides, value_strides;
   int64_t mask_stride, mask_row_stride;
   float scale;
+  bool on_tiles;  // whether the scores are computed there
 
   // The entries from the first to the last one that is visible to one of the tokens [low, high).
   std::pair<int64_t, int64_t> range(const T* masks, int64_t low, int64_t high) const {
@@ -261,6 +263,13 @@ struct Attention {
     }
   }
 
+  // A query, as a row of the tiles that `tile_scores` reads: its pairs lie a tile's row apart.
+  void lay_in_tiles(const T* from, int64_t number, float* to) const {
+    const int64_t row = specbench::TILE_ROWS, tile = number / row;
+    for (int64_t pair = 0; pair < width / 2; pair++)
+      std::memcpy(to + (tile * width / 2 + pair) * row + number % row, from + 2 * pair, sizeof(float));
+  }
+
   // Adding zero makes negative zeros positive: whether a sum is one could depend on invisible entries.
   void write(const float* from, float factor, T* to) const {
     for (int64_t at = 0; at < width; at += BLOCK<T>, from += BLOCK<T>) {
@@ -281,21 +290,29 @@ struct Attention {
     const int64_t padded = (width + BLOCK<T> - 1) / BLOCK<T> * BLOCK<T>;
 
     thread_local std::vector<float> memory;
-    const int64_t size = tokens * length + count * (length + 2 * padded) + SECTION * padded + LANES;
+    // Queries in tiles have two numbers in a float, and are filled up.
+    const int64_t in_tiles = (count + specbench::TILE_ROWS - 1) / specbench::TILE_ROWS * specbench::TILE_ROWS * width / 2;
+    const int64_t query_size = on_tiles ? in_tiles : count * padded;
+    const int64_t size = tokens * length + count * (length + padded) + query_size + SECTION * padded + LANES;
     if (int64_t(memory.size()) < size) memory.resize(size);
     float* start = memory.data();
     start += (-(reinterpret_cast<uintptr_t>(start) / sizeof(float))) % LANES;
     const Scratch biases{start, length}, scores{biases[tokens], length};
-    const Scratch queries{scores[count], padded}, sums{queries[count], padded};
+    const Scratch queries{scores[count], padded}, sums{queries.first + query_size, padded};
 
     for (int64_t i = 0; i < tokens; i++) {
       const T* row = masks ? masks + (first + i) * mask_row_stride + begin : nullptr;
       for (int64_t entry = 0; entry < visible; entry++) biases[i][entry] = row && hides(row[entry]) ? HIDDEN : 0.0f;
       std::fill(biases[i] + visible, biases[i] + length, HIDDEN);
     }
+    if (on_tiles) std::fill(queries.first, queries.first + query_size, 0.0f);
     for (int64_t i = 0; i < count; i++) {
       const int64_t token = (low + i) / group, head = kv_head * group + (low + i) % group;
-      read(query + b * query_strides[0] + head * query_strides[1] + token * query_strides[2], queries[i]);
+      const T* from = query + b * query_strides[0] + head * query_strides[1] + token * query_strides[2];
+      if (on_tiles)
+        lay_in_tiles(from, i, queries.first);
+      else
+        read(from, queries[i]);
     }
     std::fill(sums[0], sums[count], 0.0f);
 
@@ -303,7 +320,11 @@ struct Attention {
                            key_strides[2], width};
     const Rows<T> value_rows{values + b * value_strides[0] + kv_head * value_strides[1] + begin * value_strides[2],
                              value_strides[2], width};
-    for (int64_t at = 0; at < visible; at += SECTION)
+    if constexpr (sizeof(T) == sizeof(uint16_t))
+      if (on_tiles && visible > 0)
+        specbench::tile_scores(reinterpret_cast<const T*>(queries.first), count, key_rows[0], visible, key_rows.stride,
+                               width, scale, scores.first, length);
+    for (int64_t at = 0; at < visible && !on_tiles; at += SECTION)
       tiles(count, [&](auto q, int64_t i) {
         score<q.value>({queries[i], padded}, key_rows, at, std::min(at + SECTION, visible), {scores[i], length},
                        i == 0);
@@ -342,7 +363,8 @@ at::Tensor attend_as(const at::Tensor& query, const at::Tensor& keys, const at::
       data(query), data(keys), data(values), mask ? data(*mask) : nullptr,
       reinterpret_cast<T*>(result.mutable_data_ptr<Stored>()), heads, kv_heads, n, kv_len, width,
       query.strides(), keys.strides(), values.strides(),
-      mask && mask->size(0) > 1 ? mask->stride(0) : 0, mask ? mask->stride(2) : 0, float(scale)};
+      mask && mask->size(0) > 1 ? mask->stride(0) : 0, mask ? mask->stride(2) : 0, float(scale),
+      sizeof(T) == sizeof(uint16_t) && width % specbench::TILE_COLUMNS == 0 && specbench::has_tiles()};
   const int64_t grain = std::max<int64_t>(1, GRAIN / std::max<int64_t>(1, kv_len * width));
   specbench::use_threads_of_torch();
   at::parallel_for(0, b * kv_heads * of_head, grain, [&](int64_t low, int64_t high) {

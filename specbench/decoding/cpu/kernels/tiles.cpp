@@ -33,18 +33,19 @@ struct alignas(64) Configuration {
   uint8_t rows[16] = {};
 };
 
-// Tiles 0 to 3 are outputs, 4 and 5 states, 6 and 7 weights. To be called in each thread.
-void configure(int64_t tokens) {
+// Of eight tiles the first ones have so many rows. To be called in each thread.
+void configure(int first, int64_t rows) {
   Configuration configuration;
   for (int tile = 0; tile < 8; tile++) {
     configuration.bytes[tile] = LINE;
-    configuration.rows[tile] = tile < 6 ? tokens : TILE_ROWS;
+    configuration.rows[tile] = tile < first ? rows : TILE_ROWS;
   }
   _tile_loadconfig(&configuration);
 }
 
 // The outputs of one group of tokens, or of two, and of two panels: a tile each, the panels of a group side by side.
-// Meanwhile it fetches `lines` of each panel that comes next, for each tile that it reads.
+// Meanwhile it fetches `lines` of each panel that comes next, for each tile that it reads. Tiles 0 to 3 are outputs, 4 and
+// 5 states, 6 and 7 weights.
 template <bool TWO>
 [[gnu::noinline]] void sums(const uint16_t* left, const uint16_t* right, int64_t tiles, const uint16_t* states,
                             int64_t columns, int64_t group, const char* fetched, int64_t apart, int64_t lines,
@@ -88,6 +89,34 @@ void write(const float* from, int64_t tokens, const float* bias, int64_t row, in
     _mm256_mask_storeu_epi16(to + row, there, (__m256i)_mm512_cvtneps_pbh(_mm512_load_ps(from) + summand));
 }
 
+// Writes the columns of a tile, times `scale`, as rows that lie `stride` apart.
+void write_columns(const float* tile, float scale, int64_t columns, float* to, int64_t stride) {
+  __m512 rows[TILE_ROWS], pairs[TILE_ROWS], turned[TILE_ROWS];
+  for (int i = 0; i < TILE_ROWS; i++) rows[i] = _mm512_load_ps(tile + i * TILE_ROWS) * scale;
+  for (int i = 0; i < TILE_ROWS; i += 2) {
+    pairs[i] = _mm512_unpacklo_ps(rows[i], rows[i + 1]);
+    pairs[i + 1] = _mm512_unpackhi_ps(rows[i], rows[i + 1]);
+  }
+  // Four lanes, each with four numbers of a column: of those of its own number, and of every fourth one.
+  for (int i = 0; i < TILE_ROWS; i += 4)
+    for (int half = 0; half < 2; half++) {
+      __m512d above = (__m512d)pairs[i + half], below = (__m512d)pairs[i + 2 + half];
+      rows[i + 2 * half] = (__m512)_mm512_unpacklo_pd(above, below);
+      rows[i + 2 * half + 1] = (__m512)_mm512_unpackhi_pd(above, below);
+    }
+  for (int i = 0; i < 4; i++) {
+    const __m512 even[2] = {_mm512_shuffle_f32x4(rows[i], rows[i + 4], 0x88),
+                            _mm512_shuffle_f32x4(rows[i + 8], rows[i + 12], 0x88)};
+    const __m512 odd[2] = {_mm512_shuffle_f32x4(rows[i], rows[i + 4], 0xdd),
+                           _mm512_shuffle_f32x4(rows[i + 8], rows[i + 12], 0xdd)};
+    turned[i] = _mm512_shuffle_f32x4(even[0], even[1], 0x88);
+    turned[i + 4] = _mm512_shuffle_f32x4(odd[0], odd[1], 0x88);
+    turned[i + 8] = _mm512_shuffle_f32x4(even[0], even[1], 0xdd);
+    turned[i + 12] = _mm512_shuffle_f32x4(odd[0], odd[1], 0xdd);
+  }
+  for (int64_t i = 0; i < columns; i++) _mm512_storeu_ps(to + i * stride, turned[i]);
+}
+
 }  // namespace
 
 bool specbench::has_tiles() {
@@ -111,7 +140,7 @@ void specbench::tile_product(const uint16_t* panels, int64_t count, const uint16
     // Two panels at a time, half of all apart; of an odd number the one in the middle is computed twice.
     const int64_t half = (end - begin + 1) / 2, apart = end - begin - half;
     alignas(64) float buffer[4 * SUMS];
-    configure(each);
+    configure(6, each);
     for (int64_t panel = begin; panel < begin + half; panel++) {
       const uint16_t* left = panels + panel * size;
       const uint16_t* right = left + apart * size;
@@ -136,9 +165,45 @@ void specbench::tile_product(const uint16_t* panels, int64_t count, const uint16
   });
 }
 
+// Tiles 0 and 1 are scores and entries of the last rows, which may be fewer, 2 and 3 those of all others, 4 queries.
+void specbench::tile_scores(const uint16_t* queries, int64_t count, const uint16_t* entries, int64_t visible,
+                            int64_t stride, int64_t columns, float scale, float* scores, int64_t length) {
+  const int64_t tiles = columns / TILE_COLUMNS, bytes = stride * sizeof(uint16_t);
+  alignas(64) float buffer[SUMS];
+  configure(2, (visible - 1) % TILE_ROWS + 1);
+  for (int64_t entry = 0; entry < visible; entry += TILE_ROWS, entries += TILE_ROWS * stride) {
+    const bool last = entry + TILE_ROWS >= visible;
+    const uint16_t* tile = queries;
+    for (int64_t query = 0; query < count; query += TILE_ROWS) {
+      if (last) {
+        _tile_zero(0);
+        for (int64_t i = 0; i < tiles; i++, tile += TILE) {
+          _tile_loadd(1, entries + i * TILE_COLUMNS, bytes);
+          _tile_loadd(4, tile, LINE);
+          _tile_dpbf16ps(0, 1, 4);
+        }
+        _tile_stored(0, buffer, LINE);
+      } else {
+        _tile_zero(2);
+        for (int64_t i = 0; i < tiles; i++, tile += TILE) {
+          _tile_loadd(3, entries + i * TILE_COLUMNS, bytes);
+          _tile_loadd(4, tile, LINE);
+          _tile_dpbf16ps(2, 3, 4);
+        }
+        _tile_stored(2, buffer, LINE);
+      }
+      write_columns(buffer, scale, std::min(TILE_ROWS, count - query), scores + query * length + entry, length);
+    }
+  }
+  _tile_release();
+}
+
 #else
 
 bool specbench::has_tiles() { return false; }
+
+void specbench::tile_scores(const uint16_t*, int64_t, const uint16_t*, int64_t, int64_t, int64_t, float, float*,
+                            int64_t) {}
 
 void specbench::tile_product(const uint16_t*, int64_t, const uint16_t*, int64_t, int64_t, const float*, int64_t,
                              uint16_t*) {}

@@ -16,4 +16,10 @@ bool has_tiles();
 void tile_product(const uint16_t* panels, int64_t count, const uint16_t* states, int64_t tokens, int64_t columns,
                   const float* bias, int64_t rows, uint16_t* outputs);
 
+// Products of queries with entries, times `scale` -> scores [count, length], in which `length` is a multiple of TILE_ROWS.
+// Queries lie in tiles, as the rows of a panel do, filled up with zeros; entries lie `stride` numbers apart, and `columns`
+// is a multiple of TILE_COLUMNS.
+void tile_scores(const uint16_t* queries, int64_t count, const uint16_t* entries, int64_t visible, int64_t stride,
+                 int64_t columns, float scale, float* scores, int64_t length);
+
 }  // namespace specbench
