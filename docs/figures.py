@@ -126,7 +126,10 @@ PLOTS = {
 
 @dataclass(frozen=True)
 class Page:
-    """A page with markers: which runs stand between them, where figures lie as seen from it, and which it shows."""
+    """A page with markers: which runs stand between them, where figures lie as seen from it, and which it shows.
+
+    With `methods` it has of each of these one run with published settings, and one with tuned ones.
+    """
 
     path: Path
     pair: str
@@ -134,6 +137,17 @@ class Page:
     plots: tuple[str, ...]
     by_task: bool
     dtype: str = "float32"
+    methods: tuple[str, ...] = ()
+
+    def rows(self, runs: Iterable[Run]) -> list[Run]:
+        """Those of the runs that it shows."""
+        if not self.methods:
+            return list(runs)
+        firsts: dict[tuple[str, str], Run] = {}
+        for run in runs:
+            if run.summary["method"] in self.methods:
+                firsts.setdefault((run.summary["method"], run.summary["settings_source"]), run)
+        return list(firsts.values())
 
     @property
     def folder(self) -> str:
@@ -164,7 +178,18 @@ PAGES = (
         by_task=True,
         dtype="bfloat16",
     ),
-    Page(Path("README.md"), REAL, "docs/figures", ("speedup_by_task",), by_task=False),
+    Page(
+        Path("README.md"),
+        REAL,
+        "docs/figures",
+        ("acceptance_and_speedup",),
+        by_task=False,
+        dtype="bfloat16",
+        methods=(
+            *("samd", "suffix", "pld", "kangaroo", "mtp", "vocabtrim", "sps", "s2d"),
+            *("eagle", "eagle2", "eagle3", "hydra_heads", "medusa"),
+        ),
+    ),
 )
 
 
@@ -252,7 +277,7 @@ def between_markers(text: str, content: str) -> str:
 
 
 def write(runs: list[Run], root: Path = ROOT) -> None:
-    """Writes plots and tables into the pages of the runs' pair and dtype, below `root`; those without a page are printed.
+    """Writes plots and tables into the pages of the runs' pair and dtype, below `root`; prints those without a page.
 
     The pages of methods have the rows in float32.
     """
@@ -270,7 +295,9 @@ def write(runs: list[Run], root: Path = ROOT) -> None:
         drawn = {name: figure for name, figure in plots.figures(group).items() if name in shown}
         for page in pages:
             path = root / page.path
-            changed[path] = between_markers(path.read_text(encoding="utf-8"), block(group, page, drawn))
+            changed[path] = between_markers(
+                path.read_text(encoding="utf-8"), block(page.rows(group), page, drawn)
+            )
         if name == pages[0].pair:
             changed |= method_pages(group, name, root, changed)
         folder = root / "docs" / "figures" / name

@@ -18,6 +18,7 @@ from specbench.decoding.cpu.huge_pages import ALIGNED, CHUNK, in_huge_pages
 from specbench.decoding.cpu.native import MOST_TOKENS
 from specbench.decoding.cpu.packed_linear import PackedWeight, Panels
 from specbench.decoding.model.staged_model import StagedModel
+from specbench.decoding.sampling import argmax_token
 from specbench.decoding.state import Draft
 from specbench.system.errors import UserError
 from tests.support.kernel_passes import PROMPT, TOKENS, needs_kernels, passes
@@ -164,6 +165,24 @@ def test_a_prompt_in_half_precision_is_computed_in_float32(monkeypatch):
     monkeypatch.setattr(packed_linear, "linear", linear)
     laid.times(torch.randn(MOST_TOKENS + 1, 16, dtype=torch.bfloat16), None)
     assert seen == [torch.float32]
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1, 5, 32, 70, 4096, 49_157])
+def test_the_likeliest_token_is_numpys(dtype, size):
+    """The first of several, in whatever place; that of a NaN, as there."""
+    logits = torch.randn(3, 4, size).to(dtype)
+    logits[0, 1] = float("-inf")
+    logits[0, 2] = 1.5
+    logits[0, 3, size // 2 :] = 7.0
+    logits[1, 0, -1] = float("inf")
+    logits[1, 1, size // 3] = float("nan")
+    logits[1, 2, [0, -1]] = float("nan")
+    logits[1, 3, -1] = 7.0
+    expected = torch.from_numpy(logits.float().numpy().argmax(-1))
+    assert torch.equal(argmax_token(logits), expected)
+    assert torch.equal(argmax_token(logits.transpose(0, 1)), expected.T)
 
 
 @pytest.mark.parametrize("weight", [torch.zeros(4, 4, dtype=torch.float16), torch.zeros(4, 4, device="meta")])
