@@ -186,7 +186,7 @@ PAGES = (
         by_task=False,
         dtype="bfloat16",
         methods=(
-            *("samd", "suffix", "pld", "kangaroo", "mtp", "vocabtrim", "sps", "s2d"),
+            *("samd", "suffix", "pld", "kangaroo", "mtp", "vocabtrim", "sps"),
             *("eagle", "eagle2", "eagle3", "hydra_heads", "medusa"),
         ),
     ),

@@ -58,6 +58,7 @@ PROVENANCE = dict.fromkeys(
 ) | {"machine": dict.fromkeys(("cpu", "cores", "usable_cores", "gpus"))}
 NAMED = 3
 DRAFT = "draft"  # the draft model of a pair, as a setting
+VOCAB_SIZE, VOCAB_MAP = "vocab_size", "vocab_map"  # of a trimmed head, likewise: the one tells of the other
 # What else than method and settings runs can differ in, and how a label says it.
 DIFFERING = {
     "pair": "{}",
@@ -343,6 +344,8 @@ def varied_settings(summaries: Iterable[Mapping]) -> list[dict]:
         differing = {k for k in base.keys() | settings.keys() if base.get(k) != settings.get(k)}
         if not {DRAFT} <= base.keys() & settings.keys():
             differing.discard(DRAFT)  # which older runs do not tell
+        if VOCAB_SIZE in differing:
+            differing.discard(VOCAB_MAP)
         varied.setdefault(method, set()).update(differing)
     return [
         {key: value for key, value in settings.items() if key in varied[method_label(summary)]}
@@ -383,24 +386,25 @@ def labels(summaries: Iterable[Mapping], without: Collection[str] = ()) -> list[
 
 
 def _settings_words(summaries: Sequence[Mapping]) -> list[list[str]]:
-    """What tells the settings of a method's runs apart: "published" and "tuned" where these do, else those varied.
+    """What tells the settings of a method's runs apart: "published" or "tuned" where that names one, else those varied.
 
     A method with tuned settings alone is "tuned" where another one has published ones.
     """
-    every = [as_text(varied) for varied in varied_settings(summaries)]
+    every = [as_text({k: v for k, v in one.items() if v is not None}) for one in varied_settings(summaries)]
     sources = [summary.get("settings_source") for summary in summaries]
     by_source: dict[str, dict[str | None, set[tuple[str, ...]]]] = {}
     for summary, source, words in zip(summaries, sources, every):
         by_source.setdefault(method_label(summary), {}).setdefault(source, set()).add(tuple(words))
-    are_apart = {
-        method
+    named = {
+        (method, source)
         for method, of_source in by_source.items()
-        if of_source.keys() == {PUBLISHED, TUNED} and all(len(words) == 1 for words in of_source.values())
+        for source, settings in of_source.items()
+        if source in (PUBLISHED, TUNED) and len(of_source) > 1 and len(settings) == 1
     }
     tuned = [TUNED] if PUBLISHED in sources else []
     return [
         [str(source)]
-        if words and method_label(summary) in are_apart
+        if words and (method_label(summary), source) in named
         else words + (tuned if by_source[method_label(summary)].keys() == {TUNED} else [])
         for summary, source, words in zip(summaries, sources, every)
     ]
