@@ -128,7 +128,7 @@ PLOTS = {
 class Page:
     """A page with markers: which runs stand between them, where figures lie as seen from it, and which it shows.
 
-    With `methods` it has of each of these one run with published settings, and one with tuned ones.
+    With `methods` it has of each of these one run with published settings, one with tuned and one with other ones.
     """
 
     path: Path
@@ -285,14 +285,13 @@ def write(runs: list[Run], root: Path = ROOT) -> None:
     groups: dict[str, list[Run]] = {}
     folders = {(page.pair, page.dtype): page.folder for page in PAGES}
     for run in runs:
-        folder = folders.get((run.summary["pair"], run.summary["dtype"]))
-        groups.setdefault(folder or "", []).append(run)
+        groups.setdefault(folders.get((run.summary["pair"], run.summary["dtype"]), ""), []).append(run)
     if without_page := groups.pop("", None):
         tables.print_overview(without_page)
     for name, group in groups.items():
         pages = [page for page in PAGES if page.folder == name]
-        shown = {name for page in pages for name in page.plots}
-        drawn = {name: figure for name, figure in plots.figures(group).items() if name in shown}
+        shown = {plot for page in pages for plot in page.plots}
+        drawn = {plot: figure for plot, figure in plots.figures(group).items() if plot in shown}
         for page in pages:
             path = root / page.path
             changed[path] = between_markers(

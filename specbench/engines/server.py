@@ -85,9 +85,8 @@ class Server:
         deadline = time.monotonic() + self.seconds
         while not is_ready(self.url, self.ready):
             if self._process is not None and self._process.poll() is not None:
-                raise UserError(
-                    f"the {self.name} server ended with {self._process.returncode}: {self._printed()}"
-                )
+                how = _name_of(self._process.returncode)
+                raise UserError(f"the {self.name} server ended with {how}: {self._printed()}")
             if time.monotonic() > deadline:
                 self.close()
                 raise UserError(
@@ -172,6 +171,11 @@ def _pin(process: subprocess.Popen, cores: Collection[int]) -> None:
             for thread in one.threads():
                 with suppress(ProcessLookupError):
                     os.sched_setaffinity(thread.id, cores)
+
+
+def _name_of(code: int) -> str:
+    """An exit code, or the signal that it stands for."""
+    return next((one.name for one in signal.Signals if code == 128 + one), str(code))
 
 
 def _end(process: subprocess.Popen) -> None:

@@ -13,12 +13,13 @@ import threading
 
 
 def main() -> int:
-    """Runs the command; returns its exit code."""
+    """Runs the command; returns its exit code, as a shell does: 128 and its number where a signal ended it."""
     process = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # they are for the command, which may take its time
     threading.Thread(target=_end_with_input, daemon=True).start()
-    return process.wait()
+    code = process.wait()
+    return code if code >= 0 else 128 - code
 
 
 def _end_with_input() -> None:

@@ -519,6 +519,8 @@ def test_a_server_that_fails_at_once_again_costs_its_question(pair, tmp_path):
 def test_a_server_that_does_not_start_says_why(pair):
     with pytest.raises(UserError, match=r"ended with 4: no such model"):
         process_engine(pair, {"fails": True}).open([request()])
+    with pytest.raises(UserError, match=r"ended with SIGFPE: it printed nothing"):
+        process_engine(pair, {"crashes": True}).open([request()])
     slow = process_engine(pair, loads=30.0)
     slow.servers[PLAIN].seconds = 0.5
     with pytest.raises(UserError, match="not ready after"):
