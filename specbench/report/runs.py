@@ -390,7 +390,7 @@ def _settings_words(summaries: Sequence[Mapping]) -> list[list[str]]:
 
     A method with tuned settings alone is "tuned" where another one has published ones.
     """
-    every = [as_text({k: v for k, v in one.items() if v is not None}) for one in varied_settings(summaries)]
+    every = [as_text(varied) for varied in varied_settings(summaries)]
     sources = [summary.get("settings_source") for summary in summaries]
     by_source: dict[str, dict[str | None, set[tuple[str, ...]]]] = {}
     for summary, source, words in zip(summaries, sources, every):

@@ -329,7 +329,9 @@ def test_labels_say_published_and_tuned_where_that_tells_all_runs_of_a_method_ap
         for layer, source in ((2, "published"), (3, "tuned"), (4, "changed"))
     )
     assert labels([published, tuned]) == ["kangaroo, published", "kangaroo, tuned"]
-    assert labels([published, tuned, other])[1:] == ["kangaroo, tuned", "kangaroo, exit_layer=4"]
+    assert labels([published, tuned, other]) == [
+        f"kangaroo, {words}" for words in ("published", "tuned", "exit_layer=4")
+    ]
     again = changed(tuned, settings__exit_layer=5)
     assert labels([published, tuned, again]) == [
         f"kangaroo, {words}" for words in ("published", "exit_layer=3", "exit_layer=5")
@@ -340,7 +342,7 @@ def test_labels_say_published_and_tuned_where_that_tells_all_runs_of_a_method_ap
     full = changed(published, settings__vocab_map=None, settings__vocab_size=None) | {
         "settings_source": "changed"
     }
-    assert labels([trimmed, full]) == ["kangaroo, vocab_size=4096", "kangaroo"]
+    assert labels([trimmed, full]) == ["kangaroo, vocab_size=4096", "kangaroo, vocab_size=None"]
     assert labels([published, published | {"settings_source": "tuned"}])[1] == "kangaroo", "the same settings"
     pld = faster(1.5, method="pld", settings_source="published")
     assert labels([pld, tuned]) == ["pld", "kangaroo, tuned"], "the only row of its method"

@@ -112,7 +112,7 @@ def test_a_warmed_memory_is_told_of_and_not_set_beside_another_in_silence(tmp_pa
     (line,) = differing_training([cold, warm])
     assert line == (
         "some drafters began with a warmed memory, others with an empty one "
-        "(warmed: recycling, warm=there/talk.jsonl; empty: recycling)"
+        "(warmed: recycling, warm=there/talk.jsonl; empty: recycling, warm=None)"
     )
     assert "1,024,000 tokens, sha256:4567: suffix" in differing_training([warm, other])[0]
     batched = cold | {"method": "ragged", "drafter": "suffix", "settings": {"drafter.warm": None}}

@@ -14,8 +14,6 @@ namespace {
 constexpr int64_t GRAIN = 1 << 16;  // numbers that are worth a thread
 constexpr float LEAST = -std::numeric_limits<float>::infinity();
 
-typedef int32_t Integers __attribute__((vector_size(LANES * sizeof(float))));
-
 inline float number(float from) { return from; }
 inline float number(uint16_t from) {
   uint32_t bits = uint32_t(from) << 16;
@@ -29,7 +27,7 @@ int64_t argmax(const T* row, int64_t size) {
   constexpr int V = VECTORS<T>;
   Floats greatest[V];
   Integers block[V] = {}, missing = {};  // the first block that has the greatest; whether there was a NaN
-  for (int v = 0; v < V; v++) greatest[v] = LEAST - Floats{};
+  for (int v = 0; v < V; v++) greatest[v] = broadcast(LEAST);
   int64_t i = 0;
   for (; i + BLOCK<T> <= size; i += BLOCK<T>)
     for (int v = 0; v < V; v++) {

@@ -34,8 +34,6 @@ constexpr float HIDDEN = -std::numeric_limits<float>::infinity();
 // Of functions with such loops: the registers are not shared with what calls them.
 #define ALONE __attribute__((noinline))
 
-typedef int32_t Integers __attribute__((vector_size(LANES * sizeof(float))));
-
 // Keeps a vector in a register: GCC would load it anew for each of its products.
 inline void hold(Floats& vector) {
 #if defined(__AVX512F__)
@@ -44,8 +42,6 @@ inline void hold(Floats& vector) {
   asm("" : "+x"(vector));
 #endif
 }
-
-inline Floats broadcast(float number) { return number - Floats{}; }
 
 inline void store_block(float* to, const Floats* from) { store(to, from[0]); }
 

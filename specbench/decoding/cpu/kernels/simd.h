@@ -34,6 +34,7 @@ constexpr int REGISTERS = 16;
 typedef float Floats __attribute__((vector_size(LANES * sizeof(float))));
 typedef float Quad __attribute__((vector_size(4 * sizeof(float))));
 typedef uint32_t Words __attribute__((vector_size(LANES * sizeof(float))));
+typedef int32_t Integers __attribute__((vector_size(LANES * sizeof(float))));
 
 template <class V, class T>
 inline V load(const T* from) {
@@ -51,6 +52,8 @@ inline Floats in_register(Floats vector) {
 #endif
   return vector;
 }
+
+inline Floats broadcast(float number) { return number - Floats{}; }
 
 inline void store(float* to, Floats vector) { std::memcpy(to, &vector, sizeof vector); }
 

@@ -165,33 +165,23 @@ void specbench::tile_product(const uint16_t* panels, int64_t count, const uint16
   });
 }
 
-// Tiles 0 and 1 are scores and entries of the last rows, which may be fewer, 2 and 3 those of all others, 4 queries.
+// Tile 0 is scores, 1 entries, of which the last ones may be fewer, and 2 queries.
 void specbench::tile_scores(const uint16_t* queries, int64_t count, const uint16_t* entries, int64_t visible,
                             int64_t stride, int64_t columns, float scale, float* scores, int64_t length) {
   const int64_t tiles = columns / TILE_COLUMNS, bytes = stride * sizeof(uint16_t);
   alignas(64) float buffer[SUMS];
-  configure(2, (visible - 1) % TILE_ROWS + 1);
   for (int64_t entry = 0; entry < visible; entry += TILE_ROWS, entries += TILE_ROWS * stride) {
-    const bool last = entry + TILE_ROWS >= visible;
+    const int64_t rows = std::min(TILE_ROWS, visible - entry);
+    if (entry == 0 || rows < TILE_ROWS) configure(2, rows);
     const uint16_t* tile = queries;
     for (int64_t query = 0; query < count; query += TILE_ROWS) {
-      if (last) {
-        _tile_zero(0);
-        for (int64_t i = 0; i < tiles; i++, tile += TILE) {
-          _tile_loadd(1, entries + i * TILE_COLUMNS, bytes);
-          _tile_loadd(4, tile, LINE);
-          _tile_dpbf16ps(0, 1, 4);
-        }
-        _tile_stored(0, buffer, LINE);
-      } else {
-        _tile_zero(2);
-        for (int64_t i = 0; i < tiles; i++, tile += TILE) {
-          _tile_loadd(3, entries + i * TILE_COLUMNS, bytes);
-          _tile_loadd(4, tile, LINE);
-          _tile_dpbf16ps(2, 3, 4);
-        }
-        _tile_stored(2, buffer, LINE);
+      _tile_zero(0);
+      for (int64_t i = 0; i < tiles; i++, tile += TILE) {
+        _tile_loadd(1, entries + i * TILE_COLUMNS, bytes);
+        _tile_loadd(2, tile, LINE);
+        _tile_dpbf16ps(0, 1, 2);
       }
+      _tile_stored(0, buffer, LINE);
       write_columns(buffer, scale, std::min(TILE_ROWS, count - query), scores + query * length + entry, length);
     }
   }
