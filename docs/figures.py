@@ -128,7 +128,8 @@ PLOTS = {
 class Page:
     """A page with markers: which runs stand between them, where figures lie as seen from it, and which it shows.
 
-    With `methods` it has of each of these one run with published settings, one with tuned and one with other ones.
+    With `methods` it has of each of these one run with published settings, one with tuned and one with other ones. With
+    `in_full`, the page that has all rows, it only names what the notes below the table are about.
     """
 
     path: Path
@@ -138,6 +139,7 @@ class Page:
     by_task: bool
     dtype: str = "float32"
     methods: tuple[str, ...] = ()
+    in_full: str = ""
 
     def rows(self, runs: Iterable[Run]) -> list[Run]:
         """Those of the runs that it shows."""
@@ -189,6 +191,7 @@ PAGES = (
             *("samd", "suffix", "pld", "kangaroo", "mtp", "vocabtrim", "sps"),
             *("eagle", "eagle2", "eagle3", "hydra_heads", "medusa"),
         ),
+        in_full="docs/results/smollm2-bfloat16.md",
     ),
 )
 
@@ -211,8 +214,8 @@ def block(runs: list[Run], page: Page, drawn: Iterable[str]) -> str:
         ]
         parts += [f"{line}." for line in dict.fromkeys(map(remarks.repetition_line, summaries)) if line]
     notes = [*remarks.notes(runs), *differing_training(summaries)]
-    if notes and not page.by_task:
-        notes = ["; ".join(notes)]
+    if page.in_full:
+        notes = [f"{'; '.join(heads(notes))}: [in full]({page.in_full})"] if notes else []
     parts += [f"**{note}**" for note in notes]
     trained = training_table(summaries)
     if trained is not None and not differing_training(summaries):
@@ -221,6 +224,12 @@ def block(runs: list[Run], page: Page, drawn: Iterable[str]) -> str:
         f"![{PLOTS[name]}]({page.figures}/{page.folder}/{name}.png)" for name in page.plots if name in drawn
     ]
     return "\n\n".join(parts)
+
+
+def heads(notes: Iterable[str]) -> list[str]:
+    """What each of some notes is about: what it says before its figures, once."""
+    before_brackets = [note.partition(" (")[0] for note in notes]
+    return list(dict.fromkeys(text.rpartition(": ")[0] or text for text in before_brackets))
 
 
 def measured_on(runs: list[Run]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -43,6 +44,21 @@ def test_a_slow_phase_is_marked_in_the_results(figures, tmp_path):
     assert len(figures.slow_phases([first, second])) == 2
     once = run_of(tmp_path / "runs", "once", faster(1.5) | phase(QUIET, QUIET, slowed(product=0.3)))
     assert figures.slow_phases([first, once]) == []
+
+
+def test_a_table_with_a_fuller_page_names_what_the_notes_are_about(figures, tmp_path):
+    runs = [
+        run_of(tmp_path / "runs", name, faster(1.5, method=name) | phase(figures_of))
+        for name, figures_of in (
+            ("sps", QUIET),
+            ("pld", slowed(product=0.3)),
+            ("samd", slowed(bandwidth=0.3)),
+        )
+    ]
+    short = replace(next(page for page in figures.PAGES if page.in_full), methods=())
+    text = figures.block(runs, short, ())
+    kinds = "DIFFERENT PHASES of the machine; pld: SLOW MACHINE; samd: SLOW MACHINE"
+    assert f"**{kinds}: [in full]({short.in_full})**" in text and "30%" not in text
 
 
 def test_a_table_of_a_slow_phase_is_refused(figures, tmp_path, monkeypatch, capsys):
