@@ -26,50 +26,15 @@ if TYPE_CHECKING:
 
 RANKS = 8  # followers that are kept of each token
 CHUNK = 256  # positions of a prompt whose logits exist at a time
-# The authors' tree, "2.2.2": how many children a node has, by its path of ranks (appendix; their code).
-ROOT_CHILDREN = 8
-CHILDREN = {
-    "0": 8,
-    "1": 4,
-    "2": 3,
-    "3": 2,
-    "4": 1,
-    "5": 1,
-    "6": 1,
-    "7": 1,
-    "00": 8,
-    "01": 3,
-    "02": 2,
-    "03": 1,
-    "04": 1,
-    "05": 1,
-    "06": 1,
-    "07": 1,
-    "10": 2,
-    "11": 1,
-    "20": 1,
-    "30": 1,
-    "40": 1,
-    "50": 1,
-    "000": 5,
-    "001": 2,
-    "002": 1,
-    "003": 1,
-    "004": 1,
-    "010": 1,
-    "020": 1,
-    "100": 1,
-    "200": 1,
-    "300": 1,
-    "0000": 3,
-    "0001": 1,
-    "0002": 1,
-    "0010": 1,
-    "0100": 1,
-    "1000": 1,
-    "00000": 2,
-    "00010": 1,
-}
+# The authors' tree, "2.2.2": children by path of ranks (appendix; their code).
+TREE = grown(
+    8,
+    "0:8 1:4 2:3 3:2 4:1 5:1 6:1 7:1 "
+    "00:8 01:3 02:2 03:1 04:1 05:1 06:1 07:1 10:2 11:1 20:1 30:1 40:1 50:1 "
+    "000:5 001:2 002:1 003:1 004:1 010:1 020:1 100:1 200:1 300:1 "
+    "0000:3 0001:1 0002:1 0010:1 0100:1 1000:1 "
+    "00000:2 00010:1",
+)
 
 
 class TokenRecycling(Drafter):
@@ -101,10 +66,9 @@ class TokenRecycling(Drafter):
         memory: Literal["answer", "run"] = "answer",
         warm: str | None = None,
     ):
-        paths = grown(ROOT_CHILDREN, CHILDREN)
-        if nodes > len(paths):
-            raise UserError(f"method.nodes={nodes}: the tree has {len(paths)}")
-        self.trees = RankTrees(paths[:nodes])
+        if nodes > len(TREE):
+            raise UserError(f"method.nodes={nodes}: the tree has {len(TREE)}")
+        self.trees = RankTrees(TREE[:nodes])
         self.max_nodes, self.max_draft_tokens = nodes, self.trees.depth
         self.prompt, self.shared = prompt, memory == "run"
         self.taps = (NORMED,) if prompt else ()

@@ -88,9 +88,9 @@ def required(name: str) -> tuple[bool, set[str]]:
     with initialize_config_dir(str(CONF), version_base="1.3"):
         cfg = compose("bench", overrides=[f"method={name}"])
     OmegaConf.resolve(cfg)
-    needs = RunSpec.of(cfg).needs
-    parts = {needs.part, MAP if cfg.method.get("vocab_map") else None} - {None}
-    return needs.draft_model, parts
+    spec = RunSpec.of(cfg)
+    parts = {spec.needs.part, MAP if spec.trimmed else None} - {None}
+    return spec.needs.draft_model, parts
 
 
 def told(text: str) -> tuple[bool, set[str]]:

@@ -55,7 +55,9 @@ def tiny_pair() -> SimpleNamespace:
     size = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = LlamaConfig(vocab_size=29, max_position_embeddings=256, initializer_range=0.3, **size)
     target = LlamaForCausalLM(config).eval().requires_grad_(False)
-    return SimpleNamespace(target=target, vocab_size=29, device=target.device, dtype=target.dtype, parts={})
+    return SimpleNamespace(
+        target=target, vocab_size=29, device=target.device, dtype=target.dtype, parts={}, trimmed=None
+    )
 
 
 @pytest.mark.parametrize("name", ["bigram", "bigram_tree"])

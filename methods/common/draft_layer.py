@@ -16,6 +16,7 @@ from specbench.decoding.model.graphs import options_of
 if TYPE_CHECKING:
     from transformers import LlamaConfig, Qwen3Config
 
+    from specbench.decoding.model.staged_model import StagedModel
     from specbench.models.pairs import Pair
 
 
@@ -23,6 +24,7 @@ class CachedLayer(nn.Module):
     """Base of what drafts with attention layers: their rotary positions, and a cache for their keys and values.
 
     Attributes:
+        taps: depths of the target whose states they read, as in `Drafter`.
         token_ids: [rows] tokens of the target that a head of their own scores, by row; None: they have none, and the
             target's is used.
         depth: layers that attend.
@@ -34,6 +36,7 @@ class CachedLayer(nn.Module):
 
     config: Any
     token_ids: torch.Tensor | None
+    taps: tuple[int, ...] = ()
     depth: int = 1
     compiled_layers: tuple[str, ...] = ()
 
@@ -54,6 +57,15 @@ class CachedLayer(nn.Module):
     def tables(self) -> list[torch.Tensor]:
         """Weights of which a pass looks up single rows."""
         return []
+
+    def embed(self, tokens: torch.Tensor, target: StagedModel) -> torch.Tensor:
+        """Token ids [b, n] -> [b, n, e], by the target's embedding where they have none of their own."""
+        return target.embed(tokens)
+
+    def features(self, states: dict[int, torch.Tensor]) -> torch.Tensor:
+        """The target's states [b, n, d] of each tap -> [b, n, h] for the layers: of a single tap, as they are."""
+        (tap,) = self.taps
+        return states[tap]
 
     def pass_bytes(self) -> int:
         """Bytes of weights that a pass reads, those of a head of their own included; look-ups read none."""

@@ -30,18 +30,28 @@ UNTRIMMED = "the drafter's weights score some tokens alone, by a map of their ow
 
 
 class DraftHead:
-    """The head of `model` as a drafter uses it; `bytes` of weights are read by one use, the norm in front included.
+    """A head as a drafter uses it; `bytes` of weights are read by one use, the norm in front included.
 
     Args:
         model: whose head it is.
         vocab_size: ids that the target has, the width of the probabilities handed to verification.
-        token_ids: [k] token ids in ascending order whose rows are copied; None for the head as it is.
+        token_ids: [k] token ids in ascending order, the only ones that are scored; None: all.
+        layers: drafting layers; the head is their own, whose weights are counted with theirs, where they have one.
     """
 
-    def __init__(self, model: StagedModel, vocab_size: int, token_ids: torch.Tensor | None = None):
-        self.model, self.vocab_size, self.token_ids = model, vocab_size, token_ids
+    def __init__(
+        self,
+        model: StagedModel,
+        vocab_size: int,
+        token_ids: torch.Tensor | None = None,
+        layers: CachedLayer | None = None,
+    ):
+        self.model, self.layers, self.vocab_size, self.token_ids = model, layers, vocab_size, token_ids
         if token_ids is None:
             self.bytes = model.pass_bytes(0, 0)
+            return
+        if layers is not None:
+            self.bytes = 0.0
             return
         head = model.lm_head
         if not isinstance(head, torch.nn.Linear) or type(head.weight) is not torch.nn.Parameter:
@@ -61,9 +71,11 @@ class DraftHead:
         return rows if self.token_ids is None else self.token_ids[rows]
 
     def logits(self, normed: torch.Tensor) -> torch.Tensor:
-        """Normed states [..., d] -> logits over the head's own rows."""
+        """Normed states [..., d], or outputs of drafting layers with a head of their own -> logits [..., rows]."""
         if self.token_ids is None:
             return self.model.unembed(normed)
+        if self.layers is not None:
+            return self.layers.logits(normed)
         return self.model.finish_logits(self.trimmed(normed))
 
     def begin(self, batch: Batch) -> None:
@@ -116,23 +128,6 @@ class DraftHead:
         else:
             widened[..., self.token_ids] = rows
         return widened
-
-
-class OwnHead(DraftHead):
-    """The head that drafting layers have over some tokens of the target.
-
-    Args:
-        layers: whose head it is; its weights are counted with theirs.
-        vocab_size: ids that the target has.
-    """
-
-    def __init__(self, layers: CachedLayer, vocab_size: int):
-        self.layers, self.vocab_size, self.token_ids = layers, vocab_size, layers.token_ids
-        self.bytes = 0.0
-
-    def logits(self, normed: torch.Tensor) -> torch.Tensor:
-        """Outputs [..., h] of the layers -> logits [..., rows]."""
-        return self.layers.logits(normed)
 
 
 def chosen_at_once(head: DraftHead, logits: torch.Tensor, batch: Batch) -> list[torch.Tensor]:
@@ -191,39 +186,29 @@ def drawable(rows: torch.Tensor) -> torch.Tensor:
 def draft_head(
     pair: Pair,
     model: StagedModel,
-    vocab_map: str | None,
-    vocab_size: int | None,
     token_ids: torch.Tensor | None = None,
+    layers: CachedLayer | None = None,
 ) -> DraftHead:
-    """The head of a model for drafting in a pair.
+    """The head that a drafter of a pair drafts with: trimmed where the run trims heads (`vocab=trim`).
 
     Args:
         pair: with the target.
         model: whose head it is.
-        vocab_map: folder of a vocabulary map: the head is trimmed to its tokens; None for all.
-        vocab_size: the first so many of the map's tokens; None for all.
         token_ids: [k] the only tokens that a trained part scores, where that is so.
+        layers: drafting layers, whose own head is taken where they have one.
 
     Raises:
         UserError: the map cannot be used, or a head that scores some tokens alone would be trimmed.
     """
-    if vocab_map is None:
-        return DraftHead(model, target_ids(pair), token_ids)
-    if token_ids is not None:
+    own = token_ids if layers is None else layers.token_ids
+    if pair.trimmed is None:
+        return DraftHead(model, target_ids(pair), own, layers)
+    if own is not None:
         raise UserError(UNTRIMMED)
-    trimmed_to = torch.tensor(kept_ids(vocab_map, pair, vocab_size), device=model.device)
-    return DraftHead(model, target_ids(pair), trimmed_to)
-
-
-def layers_head(
-    pair: Pair, layers: CachedLayer, vocab_map: str | None = None, vocab_size: int | None = None
-) -> DraftHead:
-    """The head for the outputs of drafting layers: their own, or else the target's, as `draft_head` makes it."""
-    if layers.token_ids is None:
-        return draft_head(pair, pair.staged, vocab_map, vocab_size)
-    if vocab_map is not None:
-        raise UserError(UNTRIMMED)
-    return OwnHead(layers, target_ids(pair))
+    vocab_map, size = pair.trimmed
+    return DraftHead(
+        model, target_ids(pair), torch.tensor(kept_ids(vocab_map, pair, size), device=model.device)
+    )
 
 
 def target_ids(pair: Pair) -> int:

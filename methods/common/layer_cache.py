@@ -37,7 +37,8 @@ class LayerCache:
     """
 
     def __init__(self, layers: CachedLayer, slots: Slots, target: StagedModel, extra: int = 0, lag: int = 0):
-        self._target, self._lag, capacity = target, lag, slots.capacity + extra
+        self._layers, self._target, self._lag = layers, target, lag
+        capacity = slots.capacity + extra
         self.layout = slots.cache(layers.new_cache(capacity, slots.count))
         positions = torch.arange(capacity, device=slots.device).unsqueeze(0)
         self._rope = layers.rope(positions, torch.empty(1, dtype=target.dtype, device=slots.device))
@@ -57,7 +58,6 @@ class LayerCache:
         self,
         batch: Batch,
         verified: Verified,
-        taps: Sequence[int],
         function: Callable[..., Sequence[torch.Tensor]],
         further: int = 0,
     ) -> Sequence[torch.Tensor]:
@@ -68,14 +68,17 @@ class LayerCache:
         Args:
             batch: as it was drafted for.
             verified: the outcome.
-            taps: depths of the target.
-            function: of the batch, how many draft tokens stay [b], and of each tap the target's states [b, n, d] of
-                the pending token and those that stay, n being the most that any sequence has.
+            function: of the batch, how many draft tokens stay [b], and what the layers take [b, n, h] for the target's
+                states of the pending token and those that stay, n being the most that any sequence has.
             further: entries after these that the function reads or writes.
         """
-        n = 1 + max(verified.counts)
-        states = [verified.accepted_states(verified.hidden_states[tap]) for tap in taps]
-        return self.run(batch, ("commit", n), function, verified.count, *states, entries=n + further)
+        n, layers = 1 + max(verified.counts), self._layers
+        states = [verified.accepted_states(verified.hidden_states[tap]) for tap in layers.taps]
+
+        def fed(batch: Batch, count: torch.Tensor, *states: torch.Tensor) -> Sequence[torch.Tensor]:
+            return function(batch, count, layers.features(dict(zip(layers.taps, states, strict=True))))
+
+        return self.run(batch, ("commit", n), fed, verified.count, *states, entries=n + further)
 
     def arguments(
         self,

@@ -15,7 +15,7 @@ from specbench.decoding.tree import Tree
 from specbench.system.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from specbench.decoding.state import Batch
 
@@ -33,50 +33,27 @@ def chance(path: Path) -> float:
     return math.prod(LIKELY[rank] for rank in path)
 
 
-def grown(root: int, children: Mapping[str, int]) -> list[Path]:
+def grown(root: int, children: str) -> list[Path]:
     """The nodes of a tree that is given by numbers of children, which always have the first ranks: the likeliest first.
 
     Args:
         root: children of the pending token.
-        children: of other nodes, by their ranks as a text such as "001"; none where nothing is given.
+        children: of other nodes, by the ranks that lead to them: "001:2 ..."; none where nothing is given.
     """
+    counts = dict(entry.split(":") for entry in children.split())
     paths: list[Path] = [(rank,) for rank in range(root)]
     for path in paths:  # which grows
-        paths += [(*path, rank) for rank in range(children.get("".join(map(str, path)), 0))]
+        paths += [(*path, rank) for rank in range(int(counts.get("".join(map(str, path)), 0)))]
     return sorted(paths, key=chance, reverse=True)
 
 
 # The authors' tree "mc_sim_7b_63" of Medusa, which Hydra and Spec-Bench use, too: children by path of ranks.
 MEDUSA_TREE = grown(
     10,
-    {
-        "0": 10,
-        "1": 7,
-        "2": 3,
-        "3": 2,
-        "4": 1,
-        "5": 1,
-        "6": 1,
-        "7": 1,
-        "8": 1,
-        "9": 1,
-        "00": 10,
-        "01": 3,
-        "02": 2,
-        "03": 1,
-        "04": 1,
-        "05": 1,
-        "06": 1,
-        "07": 1,
-        "10": 2,
-        "20": 1,
-        "000": 2,
-    },
+    "0:10 1:7 2:3 3:2 4:1 5:1 6:1 7:1 8:1 9:1 00:10 01:3 02:2 03:1 04:1 05:1 06:1 07:1 10:2 20:1 000:2",
 )
 # The authors' tree of EAGLE-1, 25 nodes, likewise.
-EAGLE_TREE = grown(
-    4, {"0": 3, "1": 2, "2": 2, "3": 1, "00": 3, "01": 2, "02": 2, "10": 1, "000": 3, "0000": 2}
-)
+EAGLE_TREE = grown(4, "0:3 1:2 2:2 3:1 00:3 01:2 02:2 10:1 000:3 0000:2")
 
 
 def chosen_paths(named: Iterable[Sequence[int]] | None, heads: int, nodes: int | None) -> list[Path]:

@@ -35,8 +35,6 @@ class StateHeads(Drafter):
         weights: folder of the heads' checkpoint.
         nodes: of the tree, the most frequently right ones first; None: all that config.json names. Heads without a tree
             get the authors' of 63 nodes, the likeliest ranks first.
-        vocab_map: folder of a vocabulary map, for a trimmed head; see `methods.common.heads`.
-        vocab_size: the size of the trimmed head; None for all tokens of the map.
 
     Attributes:
         target: whose states are read.
@@ -60,17 +58,13 @@ class StateHeads(Drafter):
         pair: Pair,
         weights: str,
         nodes: Count | None = None,
-        vocab_map: str | None = None,
-        vocab_size: Count | None = None,
     ):
         self.target = pair.staged
-        count, tree = self.load(pair, weights, vocab_map, vocab_size)
+        count, tree = self.load(pair, weights)
         self.trees = RankTrees(chosen_paths(tree, count, nodes), self.leaves_last, rows=self.head.rows)
         self.max_nodes, self.max_draft_tokens = self.trees.max_nodes, self.trees.depth
 
-    def load(
-        self, pair: Pair, weights: str, vocab_map: str | None, vocab_size: int | None
-    ) -> tuple[int, Sequence[Path] | None]:
+    def load(self, pair: Pair, weights: str) -> tuple[int, Sequence[Path] | None]:
         """Loads the heads; arguments as of the class.
 
         Returns:

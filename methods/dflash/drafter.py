@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, cast
 import torch
 
 from methods.common.dynamic_trees import candidate_children, tree_of_marginals
-from methods.common.heads import chosen_at_once, chosen_in_turn, layers_head
+from methods.common.heads import chosen_at_once, chosen_in_turn, draft_head
 from methods.common.layer_cache import LayerCache
 from methods.common.rank_trees import likeliest_ids
 from methods.dflash.kinds import INDEPENDENT, MARKOV, METHODS, SELECTOR
@@ -38,8 +38,6 @@ class BlockDrafter(Drafter):
         pair: with the target.
         weights: folder of the drafting model's checkpoint.
         max_draft_tokens: draft length; None: what the drafting model was trained to guess.
-        vocab_map: folder of a vocabulary map, for a trimmed head; see `methods.common.heads`.
-        vocab_size: the size of the trimmed head; None for all tokens of the map.
 
     Raises:
         UserError: the checkpoint cannot be read, does not fit the target, or is of another method.
@@ -52,8 +50,6 @@ class BlockDrafter(Drafter):
         pair: Pair,
         weights: str,
         max_draft_tokens: Count | None = None,
-        vocab_map: str | None = None,
-        vocab_size: Count | None = None,
     ):
         from methods.dflash.checkpoint import load_blocks  # late: transformers' models take seconds to import
 
@@ -64,7 +60,7 @@ class BlockDrafter(Drafter):
             )
         self.model = model.for_drafting(pair)
         self.taps = model.taps
-        self.head = layers_head(pair, self.model, vocab_map, vocab_size)
+        self.head = draft_head(pair, pair.staged, layers=self.model)
         self.max_draft_tokens = max_draft_tokens or model.config.most_guesses
         self._bytes = model.pass_bytes() + model.context_bytes + self.head.bytes
         self._places = self.max_draft_tokens + model.config.fills_in
@@ -87,12 +83,11 @@ class BlockDrafter(Drafter):
         if all(sequence.done for sequence in batch.sequences):
             return
 
-        def inject(batch: Batch, _count: torch.Tensor, *states: torch.Tensor) -> list[torch.Tensor]:
-            features = self.model.features(dict(zip(self.taps, states, strict=True)))
+        def inject(batch: Batch, _count: torch.Tensor, features: torch.Tensor) -> list[torch.Tensor]:
             self.model.inject(features, **self._layers.arguments(batch, features, masked=False))
             return []
 
-        self._layers.feed(batch, verified, self.taps, inject)
+        self._layers.feed(batch, verified, inject)
 
     def _states(self, batch: Batch, k: int) -> torch.Tensor:
         """Normed states [b, k, d] of the places that guess the first k draft tokens.
@@ -112,7 +107,7 @@ class DFlash(BlockDrafter):
     When sampling, each token is drawn from the distribution of its position, with which it is verified.
     """
 
-    needs = Needs(part="dflash")
+    needs = Needs(part="dflash", trims=True)
 
     def draft(self, batch: Batch) -> Draft:
         """Drafts all tokens in one pass."""
@@ -133,11 +128,9 @@ class DDTree(BlockDrafter):
         weights: as in `BlockDrafter`.
         nodes: of the tree.
         max_draft_tokens: levels of the tree; else as in `BlockDrafter`.
-        vocab_map: as in `BlockDrafter`.
-        vocab_size: as in `BlockDrafter`.
     """
 
-    needs = Needs(part="dflash")
+    needs = Needs(part="dflash", trims=True)
     deterministic = True
 
     def __init__(
@@ -146,10 +139,8 @@ class DDTree(BlockDrafter):
         weights: str,
         nodes: Count = 32,
         max_draft_tokens: Count | None = None,
-        vocab_map: str | None = None,
-        vocab_size: Count | None = None,
     ):
-        super().__init__(pair, weights, max_draft_tokens, vocab_map, vocab_size)
+        super().__init__(pair, weights, max_draft_tokens)
         self.max_nodes = min(nodes, self.head.rows)
         # A path has no more nodes than the tree; the block stays a whole one.
         self.max_draft_tokens = min(self.max_draft_tokens, self.max_nodes)
@@ -184,14 +175,12 @@ class DSpark(BlockDrafter):
         confidence_threshold: the draft ends before the first token whose estimated acceptance lies below this; 0
             drafts all, and never waits for the device. The estimate does not see the token itself, so sampling stays
             exact.
-        vocab_map: as in `BlockDrafter`.
-        vocab_size: as in `BlockDrafter`.
 
     Raises:
         UserError: as `BlockDrafter`; or there is a threshold, and the drafting model has no estimate.
     """
 
-    needs = Needs(part="dspark", training="head=markov")
+    needs = Needs(part="dspark", training="head=markov", trims=True)
     joins = MARKOV
 
     def __init__(
@@ -200,10 +189,8 @@ class DSpark(BlockDrafter):
         weights: str,
         max_draft_tokens: Count | None = None,
         confidence_threshold: Probability = 0.0,
-        vocab_map: str | None = None,
-        vocab_size: Count | None = None,
     ):
-        super().__init__(pair, weights, max_draft_tokens, vocab_map, vocab_size)
+        super().__init__(pair, weights, max_draft_tokens)
         if confidence_threshold and self.model.confidence_head is None:
             raise UserError(
                 f"the drafting model in '{weights}' has no confidence head: set method.confidence_threshold=0"
@@ -246,7 +233,7 @@ class DSpark(BlockDrafter):
 class DFlash2(BlockDrafter):
     """DFlash2: a chain of tokens, each chosen among the likeliest of its position, given the previous token."""
 
-    needs = Needs(part="dflash2", training="head=selector")
+    needs = Needs(part="dflash2", training="head=selector", trims=True)
     joins = SELECTOR
 
     def draft(self, batch: Batch) -> Draft:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from methods.common.heads import layers_head
+from methods.common.heads import draft_head
 from methods.common.layer_cache import LayerCache
 from specbench.decoding.device import on_device, span
 from specbench.decoding.drafter import Drafter
@@ -22,7 +22,7 @@ from specbench.models.pairs import Pair
 if TYPE_CHECKING:
     import torch
 
-    from methods.eagle.layer import DraftingModel
+    from methods.common.draft_layer import CachedLayer
     from specbench.decoding.model.staged_model import StagedModel
     from specbench.decoding.slots import Slots
     from specbench.decoding.state import Batch, Prefill, SequenceState, Verified
@@ -34,9 +34,8 @@ class EagleDrafter(Drafter):
 
     Args:
         pair: with the target.
-        model: the drafting model, which says what `taps` of the target it reads.
-        vocab_map: folder of a vocabulary map, for a trimmed head of the target; see `methods.common.heads`.
-        vocab_size: the size of the trimmed head; None for all tokens of the map.
+        model: the drafting model, called with pairs: features [b, n, h] and embedded tokens [b, n, e] -> the features
+            [b, n, h] of the next pairs.
 
     Attributes:
         model: as it drafts, see `CachedLayer.for_drafting`.
@@ -50,11 +49,9 @@ class EagleDrafter(Drafter):
     expanded = 0
     outputs = 1
 
-    def __init__(
-        self, pair: Pair, model: DraftingModel, vocab_map: str | None = None, vocab_size: int | None = None
-    ):
+    def __init__(self, pair: Pair, model: CachedLayer):
         self.model = model.for_drafting(pair)
-        self.head = layers_head(pair, self.model, vocab_map, vocab_size)
+        self.head = draft_head(pair, pair.staged, layers=self.model)
         self.taps = model.taps
         self._bytes = model.pass_bytes() + self.head.bytes
 
@@ -78,16 +75,14 @@ class EagleDrafter(Drafter):
         if all(sequence.done for sequence in batch.sequences):
             return
 
-        def feed(batch: Batch, count: torch.Tensor, *states: torch.Tensor) -> list[torch.Tensor]:
-            n = states[0].shape[1]
-            features = self.model.features(dict(zip(self.taps, states, strict=True)))
-            embeds = self.model.embed(batch.window(batch.tokens, 0, n), self.target)
+        def feed(batch: Batch, count: torch.Tensor, features: torch.Tensor) -> list[torch.Tensor]:
+            embeds = self.model.embed(batch.window(batch.tokens, 0, features.shape[1]), self.target)
             features, embeds = self._followed(features, embeds, count)
             out = self.model(features, embeds, **self._layer.arguments(batch, features, 1))
             wanted = span(count, self.outputs).unsqueeze(-1).expand(-1, -1, out.shape[-1])
             return [out.gather(1, wanted)]
 
-        (out,) = self._layer.feed(batch, verified, self.taps, feed, self.outputs - 1)
+        (out,) = self._layer.feed(batch, verified, feed, self.outputs - 1)
         self._outputs[: batch.size] = out
 
     def _followed(

@@ -15,7 +15,7 @@ from specbench.decoding.cpu.grouped_attention import attending
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from methods.eagle.layer import DraftingModel
+    from methods.common.draft_layer import CachedLayer
 
 
 ATTENTION = "chained_steps"  # what transformers calls `_attention`
@@ -76,7 +76,7 @@ class Steps:
 
 
 def chained(
-    model: DraftingModel, features: torch.Tensor, embeds: torch.Tensor, steps: int
+    model: CachedLayer, features: torch.Tensor, embeds: torch.Tensor, steps: int
 ) -> Iterator[torch.Tensor]:
     """Takes chained steps at every row of some texts.
 

@@ -20,7 +20,7 @@ from specbench.system.settings import Count
 if TYPE_CHECKING:
     import torch
 
-    from methods.eagle.layer import DraftingModel
+    from methods.common.draft_layer import CachedLayer
 
 
 class Eagle(EagleDrafter):
@@ -35,14 +35,12 @@ class Eagle(EagleDrafter):
         nodes: most nodes of the tree, the most frequently correct ones first; None: all that config.json names. A
             checkpoint without a tree gets the authors' of 25 nodes, the likeliest ranks first.
         max_draft_tokens: most levels of the tree, each of which costs a pass; None: all.
-        vocab_map: as in `EagleDrafter`.
-        vocab_size: as in `EagleDrafter`.
 
     Raises:
         UserError: the checkpoint cannot be read, or does not fit the target.
     """
 
-    needs = Needs(part="eagle")
+    needs = Needs(part="eagle", trims=True)
 
     def __init__(
         self,
@@ -50,11 +48,9 @@ class Eagle(EagleDrafter):
         weights: str,
         nodes: Count | None = 25,
         max_draft_tokens: Count | None = None,
-        vocab_map: str | None = None,
-        vocab_size: Count | None = None,
     ):
         model, settings = _loaded(pair, weights)
-        super().__init__(pair, model, vocab_map, vocab_size)
+        super().__init__(pair, model)
         tree = settings.get("tree")
         paths = checked_paths(tree, f"the tree in '{weights}'") if tree else EAGLE_TREE
         rows = self.head.rows
@@ -90,21 +86,17 @@ class DynamicEagle(EagleDrafter):
         nodes: most nodes of a tree; the authors count the pending token, too.
         width: nodes of a level that get children, and children of each.
         max_draft_tokens: levels, of which each but the first costs a pass; the authors count these passes.
-        vocab_map: as in `EagleDrafter`.
-        vocab_size: likewise.
     """
 
     def __init__(
         self,
         pair: Pair,
-        model: DraftingModel,
+        model: CachedLayer,
         nodes: int,
         width: int,
         max_draft_tokens: int,
-        vocab_map: str | None = None,
-        vocab_size: int | None = None,
     ):
-        super().__init__(pair, model, vocab_map, vocab_size)
+        super().__init__(pair, model)
         # A path has no more nodes than the tree: deeper levels would be passes for nothing.
         self.width, self.max_draft_tokens = min(width, self.head.rows), min(max_draft_tokens, nodes)
         self.max_nodes = min(nodes, most_nodes(self.width, self.max_draft_tokens))
@@ -143,14 +135,12 @@ class Eagle2(DynamicEagle):
         nodes: as in `DynamicEagle`; the published 60 count the pending token.
         width: as in `DynamicEagle`.
         max_draft_tokens: as in `DynamicEagle`; the published depth of 5 is one of 6 levels.
-        vocab_map: as in `EagleDrafter`.
-        vocab_size: as in `EagleDrafter`.
 
     Raises:
         UserError: the checkpoint cannot be read, or does not fit the target.
     """
 
-    needs = Needs(part="eagle")
+    needs = Needs(part="eagle", trims=True)
 
     def __init__(
         self,
@@ -159,14 +149,12 @@ class Eagle2(DynamicEagle):
         nodes: Count = 59,
         width: Count = 10,
         max_draft_tokens: Count = 6,
-        vocab_map: str | None = None,
-        vocab_size: Count | None = None,
     ):
         model, _ = _loaded(pair, weights)
-        super().__init__(pair, model, nodes, width, max_draft_tokens, vocab_map, vocab_size)
+        super().__init__(pair, model, nodes, width, max_draft_tokens)
 
 
-def _loaded(pair: Pair, weights: str) -> tuple[DraftingModel, dict[str, Any]]:
+def _loaded(pair: Pair, weights: str) -> tuple[CachedLayer, dict[str, Any]]:
     """The drafting model of a pair, and the content of its config.json."""
     from methods.eagle.checkpoint import load_eagle  # late: transformers' models take seconds to import
 

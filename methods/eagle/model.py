@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from methods.eagle.layer import DraftingModel, EagleLayer
+from methods.common.draft_layer import CachedLayer
+from methods.eagle.layer import EagleLayer
 from specbench.decoding.state import NORMED
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig
 
 
-class EagleModel(DraftingModel):
+class EagleModel(CachedLayer):
     """out = Layer(fc [e(x); f]): an estimate of the state that follows f, for the target's own head.
 
     Args:
@@ -33,10 +34,6 @@ class EagleModel(DraftingModel):
     def layer(self) -> EagleLayer:
         """The decoder layer."""
         return cast("EagleLayer", self.layers[0])
-
-    def features(self, states: dict[int, torch.Tensor]) -> torch.Tensor:
-        """The target's states after its final norm [b, n, h]."""
-        return states[NORMED]
 
     def forward(self, features: torch.Tensor, embeds: torch.Tensor, **attention: Any) -> torch.Tensor:
         """Pairs: features [b, n, h], embedded tokens [b, n, h] -> [b, n, h], the features of the next pairs."""

@@ -29,7 +29,7 @@ from specbench.decoding.state import NORMED
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from methods.eagle.layer import DraftingModel
+    from methods.common.draft_layer import CachedLayer
     from specbench.data.training import Batch
     from specbench.decoding.model.staged_model import StagedModel
 
@@ -45,7 +45,7 @@ class StepDistillation(torch.nn.Module):
         loss: what of a batch is judged.
     """
 
-    def __init__(self, model: DraftingModel, target: StagedModel, steps: int, decay: float, loss: Loss = ALL):
+    def __init__(self, model: CachedLayer, target: StagedModel, steps: int, decay: float, loss: Loss = ALL):
         super().__init__()
         self.model, self.target, self.steps, self.decay, self.loss = model, target, steps, decay, loss
         self.head = Head.of(target.model)

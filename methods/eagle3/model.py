@@ -18,7 +18,8 @@ from torch import nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
-from methods.eagle.layer import DraftingModel, EagleLayer
+from methods.common.draft_layer import CachedLayer
+from methods.eagle.layer import EagleLayer
 from specbench.system.errors import UserError
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ class Midlayer(EagleLayer):
         return super().forward(states, residual, **attention)
 
 
-class Eagle3Model(DraftingModel):
+class Eagle3Model(CachedLayer):
     """The drafting model; see the module.
 
     Args:

@@ -38,20 +38,18 @@ class HydraHeads(StateHeads):
     The folder holds heads with a prefix layer (Hydra++) or without (Hydra).
     """
 
-    needs = Needs(part="hydra_heads")
+    needs = Needs(part="hydra_heads", trims=True)
     leaves_last = True
     heads: Heads
 
-    def load(
-        self, pair: Pair, weights: str, vocab_map: str | None, vocab_size: int | None
-    ) -> tuple[int, Sequence[tuple[int, ...]] | None]:
+    def load(self, pair: Pair, weights: str) -> tuple[int, Sequence[tuple[int, ...]] | None]:
         """Loads the heads, and trims their own output matrices as the target's head."""
         # Late: transformers' models take seconds to import.
         from methods.hydra_heads.checkpoint import load_heads
 
         loaded, settings = load_heads(weights, self.target, pair.expansion)
         self.heads = lean_copy(loaded)
-        self.head = draft_head(pair, self.target, vocab_map, vocab_size)
+        self.head = draft_head(pair, self.target)
         self._prefix_bytes = 0 if loaded.prefix is None else weight_bytes(loaded.prefix)
         self._outputs = [self._own_output(i) for i in range(loaded.heads)]
         squares = [weight_bytes(layer) for layer in loaded.square] or [0] * loaded.heads
@@ -105,7 +103,7 @@ class HydraHeads(StateHeads):
             seen = prefix(states, **self._layer.arguments(batch, states))
             return [seen[torch.arange(batch.size, device=seen.device), count]]
 
-        (seen,) = self._layer.feed(batch, verified, self.taps, feed)
+        (seen,) = self._layer.feed(batch, verified, feed)
         self._states[: batch.size] = seen
 
     def _own_output(self, i: int) -> torch.nn.Module | None:

@@ -17,6 +17,7 @@ from torch.nn.functional import pad, silu
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from methods.common.draft_layer import DraftLayer
+from specbench.decoding.state import NORMED
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig
@@ -29,6 +30,8 @@ class PrefixLayer(DraftLayer):
         config: one layer.
         width: what follows this width of the states is not read; None: all is read.
     """
+
+    taps = (NORMED,)
 
     def __init__(self, config: LlamaConfig, width: int | None = None):
         super().__init__(config, LlamaDecoderLayer(config, layer_idx=0))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from methods.common.heads import StopTracker, layers_head
+from methods.common.heads import StopTracker, draft_head
 from methods.common.layer_cache import LayerCache
 from specbench.decoding.drafter import Drafter, Needs
 from specbench.decoding.state import Batch, Draft, Prefill, Resume, SequenceState, Verified
@@ -38,14 +38,12 @@ class Kangaroo(Drafter):
         max_draft_tokens: gamma.
         confidence_threshold: eta, compared with the top-1 probability at temperature 1 (paper, table 3), with a strict
             <, so that 0 gives a constant draft length and 1 in practice a single draft token.
-        vocab_map: folder of a vocabulary map, for a trimmed head; see `methods.common.heads`.
-        vocab_size: the size of the trimmed head; None for all tokens of the map.
 
     Raises:
         UserError: the adapter cannot be read, or does not fit the target or the exit layer.
     """
 
-    needs = Needs(part="kangaroo")
+    needs = Needs(part="kangaroo", trims=True)
 
     def __init__(
         self,
@@ -54,8 +52,6 @@ class Kangaroo(Drafter):
         exit_layer: Count | None = None,
         max_draft_tokens: Count = 6,
         confidence_threshold: Probability = 0.6,
-        vocab_map: str | None = None,
-        vocab_size: Count | None = None,
     ):
         from methods.kangaroo.adapter import load_adapter  # late: transformers' models take seconds to import
 
@@ -65,7 +61,7 @@ class Kangaroo(Drafter):
         self.taps = (exit_layer,)
         self.max_draft_tokens = max_draft_tokens
         self.confidence_threshold = confidence_threshold
-        self.head = layers_head(pair, self.adapter, vocab_map, vocab_size)
+        self.head = draft_head(pair, pair.staged, layers=self.adapter)
         # The target's final norm is not read on the draft path, but it is some hundred numbers beside the head.
         self._draft_bytes = self.adapter.pass_bytes() + self.head.bytes
 

@@ -37,8 +37,6 @@ class KangarooTree(Kangaroo):
         max_draft_tokens: levels; the paper bounds the size of a tree and does not state it.
         confidence_threshold: the level whose likeliest path has a confidence below it is the last one (eta); 0 gives a
             constant number of levels.
-        vocab_map: as in `Kangaroo`.
-        vocab_size: as in `Kangaroo`.
 
     Raises:
         UserError: as in `Kangaroo`.
@@ -54,12 +52,8 @@ class KangarooTree(Kangaroo):
         width: Count = 10,
         max_draft_tokens: Count = 6,
         confidence_threshold: Probability = 0.4,
-        vocab_map: str | None = None,
-        vocab_size: Count | None = None,
     ):
-        super().__init__(
-            pair, weights, exit_layer, max_draft_tokens, confidence_threshold, vocab_map, vocab_size
-        )
+        super().__init__(pair, weights, exit_layer, max_draft_tokens, confidence_threshold)
         self.width = width
         self.max_nodes = width * max_draft_tokens
 

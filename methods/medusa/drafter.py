@@ -32,15 +32,13 @@ if TYPE_CHECKING:
 class Medusa(StateHeads):
     """Drafts with heads on the target's states; see the module. The folder is in the authors' or vLLM's form."""
 
-    needs = Needs(part="medusa")
+    needs = Needs(part="medusa", trims=True)
     heads: MedusaHeads
 
-    def load(
-        self, pair: Pair, weights: str, vocab_map: str | None, vocab_size: int | None
-    ) -> tuple[int, Sequence[tuple[int, ...]] | None]:
+    def load(self, pair: Pair, weights: str) -> tuple[int, Sequence[tuple[int, ...]] | None]:
         """Loads the heads, and trims their own output matrices as the target's head."""
         self.heads, settings, ids = load_heads(weights, self.target, pair.expansion)
-        self.head = draft_head(pair, self.target, vocab_map, vocab_size, ids)
+        self.head = draft_head(pair, self.target, ids)
         rows = self.head.token_ids if ids is None else None
         outputs = [] if self.heads.output is None else self.heads.output
         self._outputs = [packed_linear(one if rows is None else one[rows], None) for one in outputs]

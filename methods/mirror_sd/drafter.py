@@ -44,8 +44,6 @@ class BranchingDrafter(Drafter):
         max_draft_tokens: gamma.
         acceptance: as in `MirrorSD`, and so are the others.
         weights: likewise.
-        vocab_map: likewise.
-        vocab_size: likewise.
         draft_device: likewise.
     """
 
@@ -55,8 +53,6 @@ class BranchingDrafter(Drafter):
         max_draft_tokens: int,
         acceptance: str,
         weights: str | None,
-        vocab_map: str | None,
-        vocab_size: int | None,
         draft_device: str | None = None,
     ):
         draft: Any = draft_of(pair)
@@ -66,7 +62,7 @@ class BranchingDrafter(Drafter):
         self.ratio = acceptance == "ratio"
         self.deterministic = not self.ratio
         self.model = StagedModel(draft, pair.vocab_size)
-        self.head = draft_head(pair, self.model, vocab_map, vocab_size)
+        self.head = draft_head(pair, self.model)
         self._pass_bytes = self.model.pass_bytes(head=False) + self.head.bytes
         streams = None if weights is None else load_streams(weights, draft, pair.draft_expansion)
         self._parts = draft, pair.vocab_size, self.head.vocab_size, self.head.token_ids, streams
@@ -117,14 +113,12 @@ class MirrorSD(BranchingDrafter):
         draft_cores: cores of a process.
         worker_timeout: seconds to wait for an answer of the worker, without those in which passes are captured.
         weights: folder with the embeddings of the streams that the draft model was trained with; None: it has none.
-        vocab_map: folder of a vocabulary map, for a trimmed head; see `methods.common.heads`.
-        vocab_size: the size of the trimmed head; None for all tokens of the map.
 
     Raises:
         UserError: the exit layer, the placement, the streams or the vocabulary map does not fit the pair.
     """
 
-    needs = Needs(draft_model=True, batching=False, any_length=False)
+    needs = Needs(draft_model=True, batching=False, any_length=False, trims=True)
 
     def __init__(
         self,
@@ -142,8 +136,6 @@ class MirrorSD(BranchingDrafter):
         draft_cores: Count = 1,
         worker_timeout: Positive = 60.0,
         weights: str | None = None,
-        vocab_map: str | None = None,
-        vocab_size: Count | None = None,
     ):
         target = pair.staged
         layers = len(target.layers)
@@ -151,7 +143,7 @@ class MirrorSD(BranchingDrafter):
         if not 0 <= exit_layer <= layers:
             raise UserError(f"method.exit_layer must lie between 0 and the target's {layers} layers")
         self.taps = (0,) if candidates == "draft" else (exit_layer,)
-        super().__init__(pair, max_draft_tokens, acceptance, weights, vocab_map, vocab_size, draft_device)
+        super().__init__(pair, max_draft_tokens, acceptance, weights, draft_device)
         plan = Plan(max_draft_tokens, kappa, branches, positions == "first", candidates, floor)
         self.device = target.device
         exit_parts = _exit_parts(target, self.model) if candidates in ("exit", "both") else None
@@ -248,7 +240,7 @@ class MirrorSD(BranchingDrafter):
 class StreamingMirrorSD(MirrorSD):
     """Mirror-SD with the pair's part `streaming` as its draft model, which guesses several tokens a pass."""
 
-    needs = Needs(draft_model=True, part="streaming", batching=False, any_length=False)
+    needs = Needs(draft_model=True, part="streaming", batching=False, any_length=False, trims=True)
 
 
 class StreamingSampling(BranchingDrafter):
@@ -259,14 +251,12 @@ class StreamingSampling(BranchingDrafter):
         max_draft_tokens: gamma.
         acceptance: as in `MirrorSD`.
         weights: as in `MirrorSD`.
-        vocab_map: as in `MirrorSD`.
-        vocab_size: as in `MirrorSD`.
 
     Raises:
         UserError: the streams or the vocabulary map does not fit the pair.
     """
 
-    needs = Needs(draft_model=True, part="streaming", batching=False, any_length=False)
+    needs = Needs(draft_model=True, part="streaming", batching=False, any_length=False, trims=True)
 
     def __init__(
         self,
@@ -274,10 +264,8 @@ class StreamingSampling(BranchingDrafter):
         max_draft_tokens: Count = 5,
         acceptance: Literal["exact", "ratio"] = "exact",
         weights: str | None = None,
-        vocab_map: str | None = None,
-        vocab_size: Count | None = None,
     ):
-        super().__init__(pair, max_draft_tokens, acceptance, weights, vocab_map, vocab_size)
+        super().__init__(pair, max_draft_tokens, acceptance, weights)
         self.brancher = make_brancher(*self._parts, Plan(max_draft_tokens, 1, guesses="none"))
 
     def begin(self, slot: int, sequence: SequenceState, prefill: Prefill) -> None:

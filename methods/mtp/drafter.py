@@ -22,14 +22,12 @@ class Mtp(EagleDrafter):
         pair: with the target.
         weights: folder of the head's checkpoint.
         max_draft_tokens: draft length.
-        vocab_map: as in `EagleDrafter`.
-        vocab_size: as in `EagleDrafter`.
 
     Raises:
         UserError: the checkpoint cannot be read, or does not fit the target.
     """
 
-    needs = Needs(part="mtp")
+    needs = Needs(part="mtp", trims=True)
     deterministic = False
 
     def __init__(
@@ -37,13 +35,11 @@ class Mtp(EagleDrafter):
         pair: Pair,
         weights: str,
         max_draft_tokens: Count = 3,
-        vocab_map: str | None = None,
-        vocab_size: Count | None = None,
     ):
         from methods.mtp.checkpoint import load_mtp  # late: transformers' models take seconds to import
 
         model = load_mtp(weights, pair.staged, pair.expansion)
-        super().__init__(pair, model, vocab_map, vocab_size)
+        super().__init__(pair, model)
         self.max_draft_tokens = max_draft_tokens
 
     def draft(self, batch: Batch) -> Draft:

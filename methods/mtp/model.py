@@ -15,14 +15,14 @@ import torch
 from torch import nn
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm
 
-from methods.eagle.layer import DraftingModel
+from methods.common.draft_layer import CachedLayer
 from specbench.decoding.state import NORMED
 
 if TYPE_CHECKING:
     from transformers import Qwen3Config
 
 
-class MtpModel(DraftingModel):
+class MtpModel(CachedLayer):
     """The head; see the module.
 
     Args:
@@ -41,10 +41,6 @@ class MtpModel(DraftingModel):
         self.input_proj = nn.Linear(2 * width, width, bias=False)
         self.layers = nn.ModuleList([Qwen3DecoderLayer(config, 0)])
         self.final_layernorm = Qwen3RMSNorm(width, eps=eps)
-
-    def features(self, states: dict[int, torch.Tensor]) -> torch.Tensor:
-        """The target's states [b, n, h]."""
-        return states[self.taps[0]]
 
     def forward(self, features: torch.Tensor, embeds: torch.Tensor, **attention: Any) -> torch.Tensor:
         """Pairs: features, embedded tokens [b, n, h] -> [b, n, h], for the head and as features of the next pairs."""

@@ -34,23 +34,19 @@ class ParallelDraft(SpeculativeSampling):
     Args:
         pair: with a draft model.
         max_draft_tokens: draft length.
-        vocab_map: as in `SpeculativeSampling`.
-        vocab_size: as in `SpeculativeSampling`.
 
     Raises:
         UserError: the draft model names no mask token, or one for which it has no embedding.
     """
 
-    needs = Needs(draft_model=True, part="pard")
+    needs = Needs(draft_model=True, part="pard", trims=True)
 
     def __init__(
         self,
         pair: Pair,
         max_draft_tokens: Count = 12,
-        vocab_map: str | None = None,
-        vocab_size: Count | None = None,
     ):
-        super().__init__(pair, max_draft_tokens, 0.0, vocab_map, vocab_size)
+        super().__init__(pair, max_draft_tokens, 0.0)
         self.mask = mask_token(self.model.config)
 
     def commit(self, batch: Batch, verified: Verified) -> None:

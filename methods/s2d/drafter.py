@@ -46,14 +46,12 @@ class SortedDraft(SpeculativeSampling):
             the last exit takes every token. None: 0.5 everywhere.
         max_draft_tokens: as in `SpeculativeSampling`.
         confidence_threshold: as in `SpeculativeSampling`.
-        vocab_map: as in `SpeculativeSampling`.
-        vocab_size: as in `SpeculativeSampling`.
 
     Raises:
         UserError: the draft model does not have these exits, or the thresholds do not fit them.
     """
 
-    needs = Needs(draft_model=True, part="s2d")
+    needs = Needs(draft_model=True, part="s2d", trims=True)
 
     def __init__(
         self,
@@ -63,10 +61,8 @@ class SortedDraft(SpeculativeSampling):
         thresholds: list[Probability] | None = None,
         max_draft_tokens: Count = 5,
         confidence_threshold: Probability = 0.0,
-        vocab_map: str | None = None,
-        vocab_size: Count | None = None,
     ):
-        super().__init__(pair, max_draft_tokens, confidence_threshold, vocab_map, vocab_size)
+        super().__init__(pair, max_draft_tokens, confidence_threshold)
         trained = getattr(self.model.config, "exits", None)
         if trained and pair.draft_expansion is not None:
             trained = [pair.draft_expansion.layers(exit) for exit in trained]

@@ -26,23 +26,19 @@ class SpeculativeSampling(Drafter):
         max_draft_tokens: draft length.
         confidence_threshold: drafting stops after a token whose probability under the draft model (top-1, temperature
             1) lies below it; 0 keeps the length constant and never waits for the device.
-        vocab_map: folder of a vocabulary map, for a trimmed head; see `methods.common.heads`.
-        vocab_size: the size of the trimmed head; None for all tokens of the map.
     """
 
-    needs = Needs(draft_model=True)
+    needs = Needs(draft_model=True, trims=True)
 
     def __init__(
         self,
         pair: Pair,
         max_draft_tokens: Count = 5,
         confidence_threshold: Probability = 0.0,
-        vocab_map: str | None = None,
-        vocab_size: Count | None = None,
     ):
         # Rows of its head beyond the tokenizer's ids are padding; ids that only the target has are fed to it, too.
         self.model = StagedModel(draft_of(pair), pair.vocab_size, target_ids(pair))
-        self.head = draft_head(pair, self.model, vocab_map, vocab_size)
+        self.head = draft_head(pair, self.model)
         self.max_draft_tokens = max_draft_tokens
         self.confidence_threshold = confidence_threshold
         self.layers = len(self.model.layers)
@@ -80,7 +76,7 @@ class SpeculativeSampling(Drafter):
         self._drafted = k
         return Draft(*drafted, bytes_read=caught_up + self._draft_bytes(batch, n, k))
 
-    @uncaptured
+    @uncaptured()
     def _catch_up(self, batch: Batch, n: int) -> float:
         """Feeds the n newest tokens but the pending one; returns the bytes of weights that were read."""
         ids = batch.last_tokens(n + 1)[:, :n]

@@ -44,8 +44,6 @@ class DraftModelTree(SpeculativeSampling):
         sampling: how the children of a node are chosen when sampling. "distinct": drawn without replacement
             (Sequoia). "independent": drawn independently, so that a token may come twice (SpecInfer). "likeliest":
             the likeliest tokens, as in greedy decoding.
-        vocab_map: folder of a vocabulary map, for a trimmed head; see `methods.common.heads`.
-        vocab_size: the size of the trimmed head; None for all tokens of the map.
 
     Raises:
         UserError: the counted tree cannot be read.
@@ -59,10 +57,8 @@ class DraftModelTree(SpeculativeSampling):
         nodes: Count | None = None,
         shape: list[Count] | None = None,
         sampling: Literal["distinct", "independent", "likeliest"] = "distinct",
-        vocab_map: str | None = None,
-        vocab_size: Count | None = None,
     ):
-        super().__init__(pair, vocab_map=vocab_map, vocab_size=vocab_size)
+        super().__init__(pair)
         rows = self.head.rows
         counted = None if tree is None or shape is not None else load_tree(tree)
         paths = counted or shaped(shape or SHAPE)

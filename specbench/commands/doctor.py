@@ -37,7 +37,7 @@ def examine(cfg: DictConfig) -> int:
     if needs.reference_answer:
         raise UserError(f"{spec.drafter['name']} drafts by chance: there is nothing to examine")
     use_threads(cfg.threads, None)
-    pair = load_pair(pair_for(cfg.pair, needs), cfg.seed, with_draft=needs.draft_model)
+    pair = load_pair(pair_for(cfg.pair, needs), cfg.seed, with_draft=needs.draft_model, trimmed=spec.trimmed)
     protocol = Protocol(pair, SamplingParams(TOKENS), cfg.protocol, cfg.seed, warmup_questions(cfg.data))
     make = partial(make_drafter, spec.drafter, pair=pair)
     base, findings = doctor.examine(pair, make, protocol.warm_up_requests(TOKENS))

@@ -59,7 +59,7 @@ def _part(cfg: DictConfig) -> Iterator[tuple[str, Path]]:
     from specbench.models.pairs import load_pair, pair_for
 
     name, needs = spec.drafter["name"], spec.needs
-    pair = load_pair(pair_for(cfg.pair, needs), cfg.seed, with_draft=needs.draft_model)
+    pair = load_pair(pair_for(cfg.pair, needs), cfg.seed, with_draft=needs.draft_model, trimmed=spec.trimmed)
     yield name, as_part(make_drafter(spec.drafter, pair=pair), f"{pair.name}-{name}")
 
 

@@ -249,7 +249,7 @@ def check_method(cfg: DictConfig) -> RunSpec:
             f"train it with `{words.strip()}`, then name it with {add}pair.parts.{needs.part}=FOLDER"
         )
     check_part(cfg.pair, needs, (inner.get(key) for key in required))
-    check_vocab(cfg, what, inner, takes)
+    check_vocab(cfg, what, inner["name"], needs.trims)
     check_draft_length(cfg, needs, f"{what} {name}", drafting.draft is not Drafter.draft)
     check_batch(cfg, spec, slots)
     check_engine(cfg, spec)
@@ -423,33 +423,27 @@ def check_memory(what: str, group: Mapping, inner: Mapping, takes: dict) -> None
             )
 
 
-def check_vocab(cfg: DictConfig, what: str, group: Mapping, takes: dict) -> None:
-    """Checks that the `vocab` setting agrees with the head that the method or drafter drafts with.
+def check_vocab(cfg: DictConfig, what: str, name: str, trims: bool) -> None:
+    """Checks that what `vocab` says can be.
 
     Args:
         cfg: The configuration.
         what: "method" or "drafter".
-        group: Its configuration.
-        takes: The parameters of its class.
+        name: Of it.
+        trims: Whether its head, or that of the drafter that it wraps, can be trimmed.
 
     Raises:
-        UserError: It does not.
+        UserError: It cannot.
     """
-    name, is_full = group["name"], cfg.vocab.name == "full"
+    is_full = cfg.vocab.name == "full"
     if is_full and (cfg.vocab.map is not None or cfg.vocab.size is not None):
         raise UserError("vocab.map and vocab.size are of a trimmed head: set vocab=trim too")
-    if not is_full and "vocab_map" not in takes:
+    if not is_full and not trims:
         raise UserError(f"{what} {name} has no head to trim: set vocab=full")
-    method_vocab = group.get("vocab_map"), group.get("vocab_size")
-    if method_vocab[0] is None and not is_full:
+    if not is_full and cfg.vocab.map is None:
         raise UserError(
             f"pair {cfg.pair.name} has no vocabulary map: make one with `specbench calibrate "
             f"pair={cfg.pair_file.name}`, then name it with vocab.map=FOLDER"
-        )
-    if method_vocab != (cfg.vocab.map, cfg.vocab.size):
-        raise UserError(
-            f"{what} {name} has a head of its own: {what}.vocab_map={method_vocab[0]} "
-            f"{what}.vocab_size={method_vocab[1]}; set these, too, to what vocab.map and vocab.size are"
         )
 
 

@@ -26,7 +26,7 @@ class RunSpec:
     """A drafter, and a scheduler where sequences are decoded together.
 
     Attributes:
-        drafter: configuration of what drafts, resolved.
+        drafter: configuration of what drafts, resolved; with `vocab_map` and `vocab_size` where its head is trimmed.
         scheduler: of what chooses the sequences of a round; None: one sequence at a time.
         batch_size: sequences of a round; 1 without a scheduler.
         engine: configuration of another engine, which then drafts as the drafter is called; None: this project decodes.
@@ -50,8 +50,9 @@ class RunSpec:
         method = values.plain(config["method"])
         served = other_engine(config)
         if unit == QUESTION:
-            return cls(method, engine=served)
-        return cls(values.plain(config["drafter"]), method, config["batch_size"], served)
+            return cls(method | _trimming(config), engine=served)
+        drafter = values.plain(config["drafter"])
+        return cls(drafter | _trimming(config), method, config["batch_size"], served)
 
     @property
     def unit(self) -> str:
@@ -69,6 +70,12 @@ class RunSpec:
     def needs(self) -> Needs:
         """What the drafter requires, together with one that it wraps."""
         return needs_of(self.drafter)
+
+    @property
+    def trimmed(self) -> tuple[str, int | None] | None:
+        """As in `models.pairs.Pair`."""
+        vocab_map, size = (self.drafter.get(key) for key in values.TRIMMING)
+        return None if vocab_map is None else (vocab_map, size)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -117,6 +124,12 @@ class RunSpec:
             except (ImportError, AttributeError):
                 continue
         return classes
+
+
+def _trimming(config: Mapping) -> dict[str, Any]:
+    """What a drafter's head is trimmed to, as settings of it; of an older folder the drafter has them itself."""
+    vocab = config.get("vocab") or {}
+    return {} if vocab.get("map") is None else dict(zip(values.TRIMMING, (vocab["map"], vocab["size"])))
 
 
 def needs_of(group: Mapping) -> Needs:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from specbench.config.compose import as_it_stands, choices_of, group_file, tuned_on
 from specbench.config.spec import key_of
 from specbench.data.warm_start import WARM
-from specbench.system.settings import CONSTANT, LEARNS, settings
+from specbench.system.settings import CONSTANT, LEARNS, TRIMMING, settings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from specbench.config.spec import RunSpec
 
 PUBLISHED, TUNED, CHANGED = "published", "tuned", "changed"
-OF_THE_PROTOCOL = (LEARNS[0], WARM)
+# Memory belongs to the protocol; what trims a head is told by the name and size of the vocabulary.
+JUDGED_ELSEWHERE = (LEARNS[0], WARM, *TRIMMING)
 VOCAB = "vocab"
 
 
@@ -51,7 +52,7 @@ def settings_source(
         of_conf = _settings_of(group, name, None)
         brought = {key for key, value in of_conf.items() if isinstance(value, str) and "${" in value}
         method_settings = {
-            key: value for key, value in method_settings.items() if key not in (*OF_THE_PROTOCOL, *brought)
+            key: value for key, value in method_settings.items() if key not in (*JUDGED_ELSEWHERE, *brought)
         }
         judged |= bool(method_settings)
         if method_settings and vocab is not None and chosen is spec.drafter:

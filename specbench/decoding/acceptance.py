@@ -19,7 +19,7 @@ Everything is for a batch of b sequences, without a loop over them or over the n
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,6 +30,8 @@ from specbench.decoding.tree import Tree
 from specbench.system.settings import BLOCK, TYPICAL
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from specbench.decoding.model.graphs import EagerRunner
 
 THRESHOLD, ALPHA = 0.09, 0.3  # of typical acceptance, in the authors' code
@@ -76,20 +78,26 @@ def accept_at_once(
     greedy_chain = uniforms is None and draft.tree is None
     if not isinstance(runner, GraphRunner) or not draft.tokens.shape[1] or greedy_chain:
         return accept(logits, draft, decoding, uniforms, limits)
-    shape, max_children = ((), None) if draft.tree is None else (draft.tree.tensors, draft.tree.max_children)
-    optional = {"probs": draft.probs, "uniforms": uniforms, "limits": limits, "candidates": draft.candidates}
-    inputs = {name: value for name, value in optional.items() if value is not None}
+    most = None if draft.tree is None else draft.tree.max_children
 
-    def accept_tensors(logits: torch.Tensor, tokens: torch.Tensor, *rest: torch.Tensor) -> list[torch.Tensor]:
-        by_name = dict(zip(inputs, rest))
-        tree = Tree(*rest[len(inputs) :], max_children=max_children) if shape else None
-        rebuilt = Draft(tokens, by_name.get("probs"), tree=tree, candidates=by_name.get("candidates"))
-        accepted = accept(logits, rebuilt, decoding, by_name.get("uniforms"), by_name.get("limits"))
-        path = [] if accepted.path is None else [accepted.path]
-        return [accepted.count, accepted.tokens, *path]
+    def accept_tensors(
+        logits: torch.Tensor,
+        tokens: torch.Tensor,
+        probs: torch.Tensor | None,
+        uniforms: torch.Tensor | None,
+        limits: torch.Tensor | None,
+        candidates: torch.Tensor | None,
+        *shape: torch.Tensor,
+    ) -> Sequence[Any]:
+        tree = Tree(*shape, max_children=most) if shape else None
+        rebuilt = Draft(tokens, probs, tree=tree, candidates=candidates)
+        accepted = accept(logits, rebuilt, decoding, uniforms, limits)
+        return accepted.count, accepted.tokens, accepted.path
 
-    key = "accept", decoding.temperature, decoding.verification, max_children, *inputs, len(shape)
-    return Accepted(*runner.run(owner, key, accept_tensors, logits, draft.tokens, *inputs.values(), *shape))
+    inputs = logits, draft.tokens, draft.probs, uniforms, limits, draft.candidates
+    shape = () if draft.tree is None else draft.tree.tensors
+    key = "accept", decoding.temperature, decoding.verification, most
+    return Accepted(*runner.run(owner, key, accept_tensors, *inputs, *shape))
 
 
 def accept(

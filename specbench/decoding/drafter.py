@@ -38,6 +38,7 @@ class Needs:
         reference_answer: the target's own greedy answer to a prompt, which `Drafter.set_reference_answers` is given
             before it is timed.
         text_alone: nothing but the tokens so far: it can draft inside another engine.
+        trims: whether its head can be trimmed (`vocab=trim`); `methods.common.heads.draft_head` then does so.
     """
 
     draft_model: bool = False
@@ -49,6 +50,7 @@ class Needs:
     any_length: bool = True
     reference_answer: bool = False
     text_alone: bool = False
+    trims: bool = False
 
     def around(self, inner: Needs) -> Needs:
         """What a drafter with these needs requires when it wraps one that needs `inner`."""

@@ -29,7 +29,7 @@ NOT_ROUNDING = 4  # times the change in the model's own forward; on CPUs ours is
 
 
 @torch.inference_mode()
-@uncaptured
+@uncaptured()
 def forced_logits(target: StagedModel, prompt: list[int], answer: list[int], block: int) -> torch.Tensor:
     """Logits [len(answer), vocab] that the target gives each token of `answer`, fed `block` rows at a time.
 
@@ -47,7 +47,7 @@ def forced_logits(target: StagedModel, prompt: list[int], answer: list[int], blo
 
 
 @torch.inference_mode()
-@uncaptured
+@uncaptured()
 def tree_logits(
     target: StagedModel, prompt: list[int], answer: list[int], widest: int = max(BLOCKS)
 ) -> torch.Tensor:
@@ -72,7 +72,7 @@ def tree_logits(
 
 
 @torch.inference_mode()
-@uncaptured
+@uncaptured()
 def next_logits(target: StagedModel, prompt: list[int], answer: list[int], index: int) -> torch.Tensor:
     """Logits [vocab] of token `index` of `answer`, as the target has them decoding token by token.
 

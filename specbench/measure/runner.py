@@ -66,7 +66,8 @@ def prepare(cfg: DictConfig, scheduler: Scheduler | None = None) -> Bench:
         return prepare_served(cfg, spec)
     needs = spec.needs
     pair_cfg = pair_for(cfg.pair, needs)
-    pair = load_pair(pair_cfg, cfg.seed, with_draft=needs.draft_model, width=cfg.decoding.verify_width)
+    width, with_draft = cfg.decoding.verify_width, needs.draft_model
+    pair = load_pair(pair_cfg, cfg.seed, with_draft, width=width, trimmed=spec.trimmed)
     target = pair.staged
     check_staged(target, pair.sample_ids())
     drafter = make_drafter(spec.drafter, pair=pair)

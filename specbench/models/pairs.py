@@ -108,6 +108,8 @@ class Pair:
         source: what the target's weights were made from, where that is not the checkpoint's own form:
             "dequantised from Q4_1".
         width: what the target's passes are padded to, as in `StagedModel`.
+        trimmed: folder of the vocabulary map that draft heads are trimmed by, and how many of its tokens they keep,
+            None for all of them; None: heads stay whole.
     """
 
     name: str
@@ -127,6 +129,7 @@ class Pair:
     draft_expansion: Expansion | None = None
     source: str | None = None
     width: int | None = None
+    trimmed: tuple[str, int | None] | None = None
 
     @cached_property
     def staged(self) -> StagedModel:
@@ -214,7 +217,12 @@ class Pair:
 
 
 def load_pair(
-    pair_cfg: DictConfig, seed: int, with_draft: bool, weights: bool = True, width: int | None = None
+    pair_cfg: DictConfig,
+    seed: int,
+    with_draft: bool,
+    weights: bool = True,
+    width: int | None = None,
+    trimmed: tuple[str, int | None] | None = None,
 ) -> Pair:
     """Loads what `conf/pair/*.yaml` describes; everything is checked before the first weight is read.
 
@@ -224,6 +232,7 @@ def load_pair(
         with_draft: whether the draft model is loaded, too.
         weights: whether the target's are read; without them it serves for what its tokenizer and its config tell.
         width: as in `Pair`.
+        trimmed: likewise.
 
     Raises:
         UserError: a model, tokenizer or template is missing or gated, the vocabularies of draft and target differ, or
@@ -282,6 +291,7 @@ def load_pair(
         draft_expansion=draft.expansion if draft else None,
         source=source_of(target.folder),
         width=width,
+        trimmed=trimmed,
     )
 
 

@@ -21,7 +21,7 @@ from specbench.measure.records import run_folder as store
 from specbench.measure.records.migrate import migrated, migrated_facts, migrated_summary
 from specbench.system.errors import UserError
 from specbench.system.files import finite, read_json
-from specbench.system.settings import CONSTANT
+from specbench.system.settings import CONSTANT, TRIMMING
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -58,7 +58,7 @@ PROVENANCE = dict.fromkeys(
 ) | {"machine": dict.fromkeys(("cpu", "cores", "usable_cores", "gpus"))}
 NAMED = 3
 DRAFT = "draft"  # the draft model of a pair, as a setting
-VOCAB_SIZE, VOCAB_MAP = "vocab_size", "vocab_map"  # of a trimmed head, likewise: the one tells of the other
+VOCAB_MAP, VOCAB_SIZE = TRIMMING  # the one tells of the other
 # What else than method and settings runs can differ in, and how a label says it.
 DIFFERING = {
     "pair": "{}",

@@ -60,6 +60,7 @@ NAMES: dict[Any, str] = {
 
 # What a group may hold beside parameters of the method or drafter: names, and defaults of keys at the top.
 NO_PARAMETERS = ("name", "_target_", "batch_size", "repeats", "vocab")
+TRIMMING = ("vocab_map", "vocab_size")  # settings of a drafter that are the pair's to it: see `Pair.trimmed`
 WRAPPED = "drafter"  # of a drafter around another one: that one's configuration
 # decoding.verification: how drafts are verified. The last one is lossy: a control that the certificate must find.
 TOKEN, BLOCK, TYPICAL = "token", "block", "typical"
@@ -69,12 +70,12 @@ LEARNS = ("memory", "run")  # the setting, and its value, of a drafter that goes
 
 def parameters(group: Mapping) -> dict:
     """What a method or drafter is made with, of its configuration."""
-    return {key: value for key, value in group.items() if key not in NO_PARAMETERS}
+    return {key: value for key, value in group.items() if key not in (*NO_PARAMETERS, *TRIMMING)}
 
 
 def settings(group: Mapping) -> dict:
-    """The parameters that a user sets: without the configuration of a wrapped drafter, which one of them names."""
-    return {key: value for key, value in parameters(group).items() if key != WRAPPED}
+    """What a user sets: without the configuration of a wrapped drafter, which one of the parameters names."""
+    return {key: value for key, value in group.items() if key not in (*NO_PARAMETERS, WRAPPED)}
 
 
 def check(name: str, value: object, kind: Any) -> None:

@@ -9,6 +9,7 @@ each kind of guess, and streams where it was trained to have them. Ratios of sum
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 
 import torch
 
@@ -56,19 +57,20 @@ def main() -> None:
     layers = options.layers or "null"
     overrides = f"pair.draft={folder}", f"pair.draft_layers={layers}"
     pair, requests = pair_and_requests(options.pair, options.limit, *overrides, warmup=options.warmup)
-    head = {"vocab_map": MAP, "vocab_size": options.vocab} if options.vocab else {}
+    if options.vocab:
+        pair = replace(pair, trimmed=(MAP, options.vocab))
     limits = {name: getattr(options, name) for name in ("kappa", "branches", "floor")}
-    own = {"max_draft_tokens": options.tokens, **limits, **head}
+    own = {"max_draft_tokens": options.tokens, **limits}
     alone = own | {"floor": options.ssd_floor}
     drafters: dict[str, Drafter] = {"plain": Drafter()}
     for n in options.serial:
-        drafters[f"sps, {n}"] = SpeculativeSampling(pair, n, **head)
+        drafters[f"sps, {n}"] = SpeculativeSampling(pair, n)
     drafters["ssd"] = MirrorSD(pair, candidates="draft", **alone)
     for layer in options.exit_layers:
         for kind in ("exit", "both"):
             drafters[f"mirror, {kind} at {layer}"] = MirrorSD(pair, candidates=kind, exit_layer=layer, **own)
     if (folder / FILE).is_file():
-        serial = {"max_draft_tokens": options.tokens, "weights": str(folder), **head}
+        serial = {"max_draft_tokens": options.tokens, "weights": str(folder)}
         drafters["sps with streams"] = StreamingSampling(pair, **serial)
         streams = {"weights": str(folder), **own}
         drafters["mirror with streams"] = MirrorSD(

@@ -19,6 +19,7 @@ from tests.support.blocks import BLOCK, HEADS, KINDS, MASK, drafting_model, fill
 from tests.support.conf import composed
 from tests.support.decoding import random_pair
 from tests.support.lossless import assert_lossless
+from tests.support.methods import trimming
 
 
 def z_lab(model: BlockModel, folder) -> dict:
@@ -144,7 +145,7 @@ def test_files_of_speculators_draft_with_the_head_that_they_hold(kind, tmp_path)
 def test_a_head_of_its_own_is_not_trimmed(tmp_path):
     of_speculators(tmp_path, "independent")
     with pytest.raises(UserError, match="set vocab=full"):
-        DFlash(random_pair("llama"), str(tmp_path), vocab_map="somewhere")
+        DFlash(trimming(random_pair("llama"), "somewhere"), str(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from methods.common.draft_layer import CachedLayer
-from methods.common.heads import DraftHead, OwnHead, draft_head, layers_head
+from methods.common.heads import DraftHead, draft_head
 from methods.kangaroo import Kangaroo
 from methods.kangaroo.adapter import adapter_config
 from methods.s2d import SortedDraft
@@ -14,7 +14,7 @@ from methods.sps import SpeculativeSampling
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
 from specbench.system.errors import UserError
-from tests.support.methods import drafts, saved_adapter, sorted_pair, trimmed
+from tests.support.methods import drafts, saved_adapter, sorted_pair, trimmed, trimming
 
 METHODS = ("sps", "kangaroo", "s2d")
 
@@ -91,18 +91,18 @@ def test_bytes_are_those_of_the_kept_rows():
 
 def test_a_head_that_scores_some_tokens_alone_is_not_trimmed():
     pair, ids = sorted_pair("llama"), torch.tensor([9, 3, 5])
-    head = draft_head(pair, pair.staged, None, None, ids)
+    head = draft_head(pair, pair.staged, ids)
     assert head.rows == 3 and head.ids(torch.tensor([1, 0])).tolist() == [3, 9]
     with pytest.raises(UserError, match="set vocab=full"):
-        draft_head(pair, pair.staged, "a map", None, ids)
+        draft_head(trimming(pair, "a map"), pair.staged, ids)
 
 
 def test_layers_have_the_targets_head_unless_they_have_their_own():
     pair, layers = sorted_pair("llama"), CachedLayer(adapter_config(sorted_pair("llama").target.config))
-    head = layers_head(pair, layers)
+    head = draft_head(pair, pair.staged, layers=layers)
     assert head.token_ids is None and head.bytes == pair.staged.pass_bytes(0, 0)
     layers.token_ids = torch.tensor([9, 3, 5])
-    own = layers_head(pair, layers)
-    assert isinstance(own, OwnHead) and own.rows == 3 and own.bytes == 0 and own.vocab_size == head.vocab_size
+    own = draft_head(pair, pair.staged, layers=layers)
+    assert own.rows == 3 and own.bytes == 0 and own.vocab_size == head.vocab_size
     with pytest.raises(UserError, match="set vocab=full"):
-        layers_head(pair, layers, "a map")
+        draft_head(trimming(pair, "a map"), pair.staged, layers=layers)

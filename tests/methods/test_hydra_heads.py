@@ -248,7 +248,7 @@ def test_lossless(arch, tmp_path):
 def test_matrices_of_their_own_are_trimmed_as_the_targets_is(tmp_path, monkeypatch):
     pair = random_pair("llama")
     folder, kept = saved_heads(pair, tmp_path, True, True), torch.arange(0, pair.vocab_size, 3)
-    monkeypatch.setattr(drafter_module, "draft_head", lambda pair, model, *_: DraftHead(model, 61, kept))
+    monkeypatch.setattr(drafter_module, "draft_head", lambda pair, model: DraftHead(model, 61, kept))
     drafter, whole = HydraHeads(pair, folder), loaded(folder)
     states = torch.randn(1, 4, 64)
     for i in range(3):

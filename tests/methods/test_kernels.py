@@ -67,7 +67,7 @@ def pair() -> SimpleNamespace:
     return SimpleNamespace(
         name="8b", target=target, staged=StagedModel(target), draft=model(DRAFT, DRAFT_LAYERS), device=CPU,
         dtype=torch.bfloat16, vocab_size=TARGET["vocab_size"], stop_ids=frozenset(), parts={},
-        expansion=None, draft_expansion=None,
+        expansion=None, draft_expansion=None, trimmed=None,
     )  # fmt: skip
 
 

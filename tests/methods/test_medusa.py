@@ -30,7 +30,7 @@ from tests.support import batches
 from tests.support.checkpoints import RunsCode, spoil
 from tests.support.decoding import random_pair
 from tests.support.lossless import assert_lossless, assert_samples_like_plain_decoding
-from tests.support.methods import drafts, trimmed
+from tests.support.methods import drafts, trimmed, trimming
 from tests.support.models import EVERY_ARCHITECTURE
 from tests.support.training import training_settings, training_workplace
 
@@ -307,7 +307,7 @@ def test_a_token_map(own, cut, tmp_path):
     assert {token for tokens, _ in found for token in tokens.tolist()} <= set(IDS.tolist())
     assert assert_lossless("llama", drafter, third=0)
     with pytest.raises(UserError, match="vocab=full"):
-        Medusa(pair, folder, vocab_map="any")
+        Medusa(trimming(pair, "any"), folder)
 
 
 def test_other_forms_of_vllms_form(tmp_path):

@@ -7,11 +7,11 @@ from itertools import pairwise
 import pytest
 import torch
 
-from methods.common.rank_trees import chance, grown, likeliest_ids, rank_tree
+from methods.common.rank_trees import chance, likeliest_ids, rank_tree
 from methods.eqspec import EqSpec
 from methods.exspec import ExSpec
 from methods.ragged import RaggedBatch
-from methods.recycling import CHILDREN, RANKS, ROOT_CHILDREN, TokenRecycling
+from methods.recycling import RANKS, TREE, TokenRecycling
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
@@ -30,7 +30,7 @@ PROMPT = [3, 9, 27, 11, 33, 29, 17, 9, 27]
 
 
 def test_the_tree_is_the_published_one():
-    paths = grown(ROOT_CHILDREN, CHILDREN)
+    paths = TREE
     assert len(paths) == len(set(paths)) == 80
     assert [sum(len(path) == depth for path in paths) for depth in range(1, 7)] == [8, 21, 25, 15, 8, 3]
     assert all(path[:-1] in paths for path in paths if len(path) > 1)
@@ -41,7 +41,7 @@ def test_the_tree_is_the_published_one():
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 6])
 def test_a_tree_of_ranks_is_laid_out_level_by_level(depth):
-    paths = grown(ROOT_CHILDREN, CHILDREN)[:30]
+    paths = TREE[:30]
     tree, levels = rank_tree(tuple(paths), depth, torch.device("cpu"))
     parents, found = tree.parents[0].tolist(), []
     ranks = torch.cat([level.ranks for level in levels]).tolist()

@@ -58,6 +58,7 @@ def random_pair(arch: str, seed: int = 0, draft_layers: int = 3, **overrides):
         device=target.device,
         dtype=target.dtype,
         parts={},
+        trimmed=None,
         expansion=None,
         draft_expansion=None,
         vocab_size=target.config.vocab_size,

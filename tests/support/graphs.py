@@ -12,7 +12,7 @@ from specbench.decoding import sampling
 from specbench.decoding.engine import Engine
 from specbench.decoding.model import fixed_shape
 from specbench.decoding.model import staged_model as targets
-from specbench.decoding.model.graphs import Captured, GraphRunner, within
+from specbench.decoding.model.graphs import Captured, GraphRunner, shaped, uncaptured
 
 HUGE = 2**61  # no id, position or index: whatever reads it fails
 
@@ -77,18 +77,20 @@ class PretendedRunner(GraphRunner):
 
     def capture(self, function: Callable, inputs: Sequence[torch.Tensor]) -> Captured:
         """Captures a function of these very tensors."""
-        outputs = [torch.empty_like(output) for output in function(*inputs)]
-        with Trace(inputs) as captured:
+        outputs = [None if one is None else torch.empty_like(one) for one in function(*inputs)]
+        own = [given for given in inputs if given is not None]
+        with Trace(own) as captured:
             function(*inputs)
 
         def replay() -> None:
             self.replays += 1
-            for output in outputs:
+            kept = [output for output in outputs if output is not None]
+            for output in kept:
                 output.fill_(float("nan") if output.is_floating_point() else HUGE)
-            with Trace(inputs) as trace, within():
+            with Trace(own) as trace, uncaptured():
                 results = function(*inputs)
             assert trace.operations == captured.operations, "a graph would do what was captured"
-            for output, result in zip(outputs, results, strict=True):
+            for output, result in zip(kept, (one for one in results if one is not None), strict=True):
                 output.copy_(result)
 
         return Captured(inputs, outputs, replay)
@@ -101,7 +103,7 @@ class Unguarded(PretendedRunner):
         """As `GraphRunner.run`, without the copies."""
         super().run(owner, key, function, *inputs)
         known = self._captured[owner]
-        return known[key, *((given.shape, given.dtype) for given in inputs)].outputs
+        return known[shaped(key, inputs)].outputs
 
 
 def pretend(

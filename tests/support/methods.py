@@ -10,11 +10,11 @@ import torch
 from transformers import LlamaConfig
 
 from methods.common.checkpoints import layer_sizes
+from methods.common.draft_layer import CachedLayer
 from methods.common.heads import DraftHead
 from methods.common.training import target_states
 from methods.eagle.chain import chained
 from methods.eagle.checkpoint import save_eagle
-from methods.eagle.layer import DraftingModel
 from methods.eagle.model import EagleModel
 from methods.kangaroo.adapter import Adapter, adapter_config, save_adapter
 from methods.states import key_of
@@ -43,6 +43,11 @@ def padded_pair():
     narrow = copy.deepcopy(pair.draft)
     narrow.resize_token_embeddings(56)
     return type(pair)(**(vars(pair) | {"draft": narrow, "vocab_size": 50}))
+
+
+def trimming(pair, vocab_map: str):
+    """The same pair for drafters whose heads are trimmed by a map."""
+    return type(pair)(**(vars(pair) | {"trimmed": (vocab_map, None)}))
 
 
 def trimmed(drafter: Drafter, kept: list[int]) -> Drafter:
@@ -102,7 +107,7 @@ def teach(module: torch.nn.Module, model: torch.nn.Module, arch: str, steps: int
         optimizer.step()
 
 
-def fit(model: DraftingModel, arch: str, steps: int = 15) -> DraftingModel:
+def fit(model: CachedLayer, arch: str, steps: int = 15) -> CachedLayer:
     """Teaches a drafting model of EAGLE's kind some of the answers of `lossless.cases`, so that drafts are often right
     and often wrong. It drafts with the target's head."""
     pair = random_pair(arch)

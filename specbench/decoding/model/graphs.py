@@ -11,7 +11,6 @@ import gc
 import threading
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -64,15 +63,15 @@ class EagerRunner:
     """Runs passes as they are."""
 
     def run(
-        self, owner: object, key: Hashable, function: Function, *inputs: torch.Tensor
-    ) -> Sequence[torch.Tensor]:
+        self, owner: object, key: Hashable, function: Function, *inputs: torch.Tensor | None
+    ) -> Sequence[Any]:
         """Runs a pass.
 
         Args:
             owner: that the function works on beside its inputs, such as a cache: compared by identity, not kept alive.
             key: says with `owner` and the shapes of the inputs which function it is.
-            function: of the inputs; it returns tensors, and leaves the inputs as they are.
-            inputs: everything that may differ between two passes with one key.
+            function: of the inputs; it returns tensors, or None in place of some, and leaves the inputs as they are.
+            inputs: everything that may differ between two passes with one key; None for what is not there.
 
         Returns:
             What the function returns.
@@ -87,14 +86,14 @@ class EagerRunner:
 class Captured:
     """A pass that was captured: `replay` reads `inputs` and writes `outputs`, the same tensors each time."""
 
-    inputs: Sequence[torch.Tensor]
-    outputs: Sequence[torch.Tensor]
+    inputs: Sequence[torch.Tensor | None]
+    outputs: Sequence[torch.Tensor | None]
     replay: Callable[[], None]
 
     @property
     def bytes(self) -> int:
         """Of what it reads and writes, such as the logits of a batch of trees."""
-        return sum(tensor.nbytes for tensor in (*self.inputs, *self.outputs))
+        return sum(tensor.nbytes for tensor in (*self.inputs, *self.outputs) if tensor is not None)
 
 
 RUNNERS: WeakSet[GraphRunner] = WeakSet()  # of all models of this process
@@ -128,8 +127,8 @@ class GraphRunner(EagerRunner):
         self._pool: Any = None  # what torch calls a handle
 
     def run(
-        self, owner: object, key: Hashable, function: Function, *inputs: torch.Tensor
-    ) -> Sequence[torch.Tensor]:
+        self, owner: object, key: Hashable, function: Function, *inputs: torch.Tensor | None
+    ) -> Sequence[Any]:
         """As `EagerRunner.run`; the tensors that are returned belong to the caller.
 
         What a function that is being captured runs, with these or other graphs, is a part of it.
@@ -137,12 +136,15 @@ class GraphRunner(EagerRunner):
         if is_within():
             return function(*inputs)
         by_shape = self._captured.setdefault(owner, {})
-        key = key, *((tensor.shape, tensor.dtype) for tensor in inputs)
+        key = shaped(key, inputs)
         # It goes back behind the others: what was not used for long is in front.
         captured = by_shape.pop(key, None)
         if captured is None:
-            static_inputs = [tensor.clone(memory_format=torch.contiguous_format) for tensor in inputs]
-            with within():
+            static_inputs = [
+                None if tensor is None else tensor.clone(memory_format=torch.contiguous_format)
+                for tensor in inputs
+            ]
+            with uncaptured():
                 captured = self.capture(function, static_inputs)
             self.captures += 1
             by_shape = self._captured.setdefault(owner, {})  # anew: what it ran may have called `forget`
@@ -151,16 +153,17 @@ class GraphRunner(EagerRunner):
                 held -= by_shape.pop(next(iter(by_shape))).bytes
         else:
             for static_input, tensor in zip(captured.inputs, inputs):
-                static_input.copy_(tensor)
+                if static_input is not None and tensor is not None:
+                    static_input.copy_(tensor)
         by_shape[key] = captured
         captured.replay()
-        return [output.clone() for output in captured.outputs]
+        return [None if output is None else output.clone() for output in captured.outputs]
 
     def forget(self) -> None:
         """Drops all graphs."""
         self._captured.clear()
 
-    def capture(self, function: Function, inputs: Sequence[torch.Tensor]) -> Captured:
+    def capture(self, function: Function, inputs: Sequence[torch.Tensor | None]) -> Captured:
         """Captures a function of these very tensors. Raises JobError where it does what no graph can hold."""
         if self._stream is None:
             # Kernels of a graph keep the priority of the stream that they were captured on.
@@ -191,6 +194,11 @@ class GraphRunner(EagerRunner):
                 f"a pass cannot be captured as a CUDA graph: {one_line(error)}; set pair.graphs=false"
             ) from error
         return Captured(inputs, outputs, graph.replay)
+
+
+def shaped(key: Hashable, inputs: Sequence[torch.Tensor | None]) -> Hashable:
+    """What a captured pass is found by: its key, and the shapes of its inputs."""
+    return key, *(None if tensor is None else (tensor.shape, tensor.dtype) for tensor in inputs)
 
 
 def compiled(function: Function, backend: str = "inductor") -> Function:
@@ -233,24 +241,16 @@ def is_within() -> bool:
 
 
 @contextmanager
-def within() -> Iterator[None]:
-    """What is run within becomes a part of what is being captured."""
+def uncaptured() -> Iterator[None]:
+    """No pass within is captured by itself: it is part of what is being captured, or will not come again.
+
+    Also a decorator, `@uncaptured()`.
+    """
     WITHIN.depth = getattr(WITHIN, "depth", 0) + 1
     try:
         yield
     finally:
         WITHIN.depth -= 1
-
-
-def uncaptured(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorates what will not come again: graphs of its passes would only take time and memory."""
-
-    @wraps(function)
-    def uncaptured_function(*args: P.args, **kwargs: P.kwargs) -> R:
-        with within():
-            return function(*args, **kwargs)
-
-    return uncaptured_function
 
 
 @contextmanager

@@ -289,18 +289,16 @@ class StagedModel:
         if not isinstance(self.runner, GraphRunner) or not torch.is_inference_mode_enabled():
             return function(batch, *inputs)
         kv_len = fixed_shape.kv_bucket(max(batch.lengths) + entries, owner.capacity) if entries else 0
-        drawn = [] if batch.uniforms is None else [batch.uniforms[: batch.size]]
+        b, drawn = batch.size, batch.uniforms
+        key = key, kv_len, batch.decoding.temperature
 
         def on_tensors(
-            seq_lens: torch.Tensor, tokens: torch.Tensor, *rest: torch.Tensor
+            seq_lens: torch.Tensor, tokens: torch.Tensor, uniforms: torch.Tensor | None, *rest: torch.Tensor
         ) -> Sequence[torch.Tensor]:
-            uniforms = rest[0] if drawn else None
-            return function(batch.device_only(kv_len, seq_lens, tokens, uniforms), *rest[len(drawn) :])
+            return function(batch.device_only(kv_len, seq_lens, tokens, uniforms), *rest)
 
-        key = key, kv_len, batch.decoding.temperature, len(drawn)
-        return self.runner.run(
-            owner, key, on_tensors, batch.seq_lens, batch.tokens[: batch.size], *drawn, *inputs
-        )
+        known = batch.seq_lens, batch.tokens[:b], None if drawn is None else drawn[:b]
+        return self.runner.run(owner, key, on_tensors, *known, *inputs)
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states [..., d] after the last layer -> logits [..., vocab]."""
