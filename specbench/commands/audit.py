@@ -42,6 +42,8 @@ def audit(cfg: DictConfig) -> int:
     check_all(cfg, SETTINGS)
     check_sources(cfg)
     named = {"plain": cfg.plain, "plain again": cfg.again, "answers": cfg.answers}
+    if cfg.again is not None and cfg.plain is None:
+        raise UserError("again= holds the plain arm's answers once more: name plain=FILE, too")
     files = {name: Path(path) for name, path in named.items() if path is not None}
     if missing := [path for path in files.values() if not path.is_file()]:
         raise UserError(f"there is no file '{missing[0]}'")

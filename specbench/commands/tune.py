@@ -53,6 +53,10 @@ class Tuner:
         overrides = list(HydraConfig.get().overrides.task)
         space = {key: distribution(optuna, key, bounds) for key, bounds in searched(cfg.search)}
         base = trial_config(overrides)
+        if base.run_dir is not None:
+            raise UserError(
+                "run_dir is the folder of one run, and each trial has its own: set runs_root instead"
+            )
         folder = study_folder(base, str(space))
         with lock_folder(folder, "tuned"):
             began_with = own_settings(base, space)
@@ -62,7 +66,8 @@ class Tuner:
                 seed = (cfg.seed + len(study.trials)) % 2**32  # more bits NumPy does not take
                 study.sampler = optuna.samplers.TPESampler(seed=seed)
                 trial = study.ask(space)
-                job = Job(as_overrides(trial.params), trial_config([*overrides, *as_overrides(trial.params)]))
+                chosen = [*as_overrides(trial.params), *threads_of_first(base, study, folder)]
+                job = Job(chosen, trial_config([*overrides, *chosen]))
                 job.cfg.runs_root = str(folder)
                 print(f"trial {number + 1} of {cfg.trials}: {' '.join(job.overrides)}", flush=True)
                 run([job], run_locally, folder)
@@ -70,7 +75,7 @@ class Tuner:
                 trial.set_user_attr(RUN, job.run_dir and job.run_dir.name)
                 trial.set_user_attr(REASON, reason)
                 study.tell(trial, speedup, optuna.trial.TrialState.FAIL if speedup is None else None)
-            measured = [o for o in overrides if not is_own(o)]
+            measured = [o for o in overrides if not is_own(o)] + threads_of_first(base, study, folder)
             if not any(o.startswith("settings=") for o in measured):
                 measured.append(f"settings={cfg.settings}")  # a run alone would have the tuned ones
             self.failed = report(study, folder, measured, began_with.keys() == space.keys())
@@ -95,6 +100,17 @@ def as_overrides(params: dict) -> list[str]:
     """Settings as a command line takes them."""
     shown = {key: f"{value:g}" if isinstance(value, float) else value for key, value in params.items()}
     return [f"{key}={'null' if value is None else value}" for key, value in shown.items()]
+
+
+def threads_of_first(base: DictConfig, study: Any, folder: Path) -> list[str]:
+    """What gives all trials the threads of the first, which chose them by measuring; nothing where they are given."""
+    runs = [trial.user_attrs[RUN] for trial in study.trials if trial.value is not None]
+    if base.threads is not None or not runs:
+        return []
+    from specbench.report.runs import read_run  # late: pandas takes a second
+
+    threads = read_run(folder / runs[0]).summary.get("threads")
+    return [] if threads is None else [f"threads={threads}"]
 
 
 def score(job: Job) -> tuple[float | None, str | None]:

@@ -25,6 +25,8 @@ TASKS: dict[str, list[str]] = yaml.safe_load((CONF / "task" / "all.yaml").read_t
     "tasks"
 ]
 PARQUET = ".parquet"
+LARGEST_ID = 2**63 - 1
+OVERALL = "overall"  # what summaries and tables call all tasks together
 
 
 @dataclass(frozen=True)
@@ -63,8 +65,8 @@ def read_turns(path: Path, placeholder: str | None = None) -> list[Question]:
         placeholder: how a turn begins whose text its benchmark may not pass on; null: there are none.
 
     Returns:
-        The questions, in the order of the file. An id that is missing or no integer becomes the number of the line, a
-        missing category the name of the file; each category is a task.
+        The questions, in the order of the file. An id that is missing, or no number from 0 to `LARGEST_ID`, becomes the
+        number of the line, a missing category the name of the file; each category is a task.
 
     Raises:
         UserError: a row is no question, or a placeholder, with file and line number.
@@ -126,6 +128,8 @@ def _strict(fields: dict, task_of: Mapping[str, str], where: str) -> Question:
             raise UserError(f"{where}: the field {name!r} is missing")
         if type(fields[name]) is not kind:  # exact: True is an int too
             raise UserError(f"{where}: {name!r} must be {kind.__name__}, not {type(fields[name]).__name__}")
+    if not _is_id(fields["question_id"]):
+        raise UserError(f"{where}: 'question_id' must be from 0 to {LARGEST_ID}, not {fields['question_id']}")
     category, reference = fields["category"], fields.get("reference")
     if category not in task_of:
         raise UserError(f"{where}: unknown category {category!r}: {suggest(category, task_of)}")
@@ -136,11 +140,14 @@ def _strict(fields: dict, task_of: Mapping[str, str], where: str) -> Question:
 
 
 def _open(fields: dict, number: int, file: str, placeholder: str | None, where: str) -> Question:
-    identifier, category = fields.get("question_id"), fields.get("category", file)
-    if type(identifier) is not int:
-        identifier = number
+    category = fields.get("category", file)
+    identifier = fields["question_id"] if _is_id(fields.get("question_id")) else number
     if not isinstance(category, str) or not category.strip():
         raise UserError(f"{where}: 'category' must be a name, not {category!r}")
+    if category == OVERALL:
+        raise UserError(
+            f"{where}: tables call all tasks together '{OVERALL}': give the category another name"
+        )
     if "turns" in fields:
         turns = _texts(fields["turns"], "turns", where)
     elif "messages" in fields:
@@ -155,6 +162,11 @@ def _open(fields: dict, number: int, file: str, placeholder: str | None, where: 
             "script prepare the file, then give its folder as data.path"
         )
     return Question(identifier, category, turns, None, category)
+
+
+def _is_id(value: object) -> bool:
+    """Whether a question can have such a number: seeds are made of it, and tables hold 64 bits."""
+    return type(value) is int and 0 <= value <= LARGEST_ID
 
 
 def _of_user(messages: Any, where: str) -> list:

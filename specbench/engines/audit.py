@@ -23,7 +23,7 @@ from specbench.decoding.stop import truncate_at_stop
 from specbench.measure.likelihood import BLOCK, Likelihood, of_logits, token_logprobs, with_stop
 from specbench.measure.metrics.engine import errors_of
 from specbench.measure.metrics.metrics import VERDICTS
-from specbench.measure.numeric_noise import ENGINE_NOISE, forced_logits, shape_noise
+from specbench.measure.numeric_noise import ENGINE_NOISE, forced_logits, foreign_noise, shape_noise
 from specbench.system.errors import UserError
 
 if TYPE_CHECKING:
@@ -231,12 +231,12 @@ class Referee:
         )
 
     def noise(self, answers: Sequence[Answered]) -> float:
-        """The referee's own rounding noise on some of the answers, in logits."""
+        """The rounding noise between the referee and any other program on some of the answers, in logits."""
         samples = [
             (a.prompt, a.tokens[:SAMPLE_TOKENS]) for a in answers[:SAMPLES] if len(a.tokens) >= SAMPLE_TOKENS
         ]
         samples = samples or [(a.prompt, a.tokens) for a in answers[:SAMPLES] if len(a.tokens) > 1]
-        return shape_noise(self.target, samples) if samples else 0.0
+        return max(shape_noise(self.target, samples), foreign_noise(self.target, samples)) if samples else 0.0
 
     @torch.inference_mode()
     def first_tokens(self, prompt: list[int]) -> torch.Tensor:
@@ -344,7 +344,7 @@ def arms_of(
         referee: judges.
         answers_by_arm: what an engine said, by the name of its configuration.
         cap: tokens of an answer at most; None: the longest answer's.
-        tolerance: logits within which a departure is rounding; None: the referee's own rounding noise, or what the
+        tolerance: logits within which a departure is rounding; None: the noise that the referee measures, or what the
             plain arm departs by, if that is more and within `ENGINE_NOISE`.
     """
     everything = [answer for answers in answers_by_arm.values() for answer in answers]

@@ -147,7 +147,7 @@ def _check_device(device: torch.device, met: Exception) -> None:
 
 
 def _record(question: Question, pool: int, repeat: int, turns: list[dict], error: str | None) -> dict:
-    """The journal record of a question; of one that failed with an `error`, no turns."""
+    """The journal record of a question; of one that failed with an `error`, the turns before, whose answers count."""
     return {
         "question_id": question.question_id,
         "task": question.task,
@@ -155,7 +155,7 @@ def _record(question: Question, pool: int, repeat: int, turns: list[dict], error
         "pool": pool,  # questions of one number were measured together
         "repeat": repeat,
         "error": error,
-        "turns": [] if error else turns,
+        "turns": turns,
     }
 
 

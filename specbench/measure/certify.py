@@ -22,7 +22,7 @@ from specbench.measure.numeric_noise import (
     drawn_margin,
     engine_noise,
     forced_logits,
-    model_noise,
+    foreign_noise,
     next_logits,
     shape_noise,
 )
@@ -185,7 +185,7 @@ class Certifier:
         """How likely the target finds an answer that was drawn."""
         target, decoding, stop_ids = self.setup.target, request.decoding, self.setup.pair.stop_ids
         # What float32 rounds is nothing beside a temperature.
-        noise = 0.0 if target.dtype == torch.float32 else self._noise_of_shapes
+        noise = 0.0 if target.dtype == torch.float32 else self.noise(METHOD)
         limit = decoding.max_new_tokens
         return likelihood(target, request.prompt, tokens, decoding.temperature, limit, stop_ids, noise)
 
@@ -194,9 +194,10 @@ class Certifier:
 
         It is measured when it is first needed: the first answer that differs waits for it, not the first question.
         """
+        noise = self._noise_of_shapes
         if self.setup.served is not None:
-            return max(self._noise_of_shapes, self._noise_of_served)
-        return max(self._noise_of_shapes, self._noise_of_forwards) if arm == HF else self._noise_of_shapes
+            noise = max(noise, self._noise_of_served)
+        return max(noise, self._noise_of_others) if self.setup.served is not None or arm == HF else noise
 
     @cached_property
     def _samples(self) -> list[tuple[list[int], list[int]]]:
@@ -225,6 +226,6 @@ class Certifier:
         return engine_noise(self.setup.target, answers)
 
     @cached_property
-    def _noise_of_forwards(self) -> float:
-        """Between our passes and the model's own forward."""
-        return model_noise(self.setup.target, self._samples)
+    def _noise_of_others(self) -> float:
+        """Between our passes and those of any other program."""
+        return foreign_noise(self.setup.target, self._samples)

@@ -7,20 +7,21 @@ be told from a fault.
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import TYPE_CHECKING
 
 import torch
 
 from specbench.decoding.kv_cache import ForwardContext
-from specbench.decoding.model.graphs import uncaptured
+from specbench.decoding.model.graphs import Options, set_options, uncaptured
+from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.state import Draft
 from specbench.decoding.tree import Tree
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from specbench.decoding.model.staged_model import StagedModel
     from specbench.decoding.sampling import SamplingParams
 
 BLOCKS = (2, 4, 6, 8)  # rows per verification pass that are compared with one row, beside the widest one
@@ -154,6 +155,26 @@ def model_noise(target: StagedModel, samples: list[tuple[list[int], list[int]]])
     )
     model, _ = model_change(target, samples, firsts)
     return 2 * (ours if ours <= NOT_ROUNDING * model else model)
+
+
+def foreign_noise(target: StagedModel, samples: list[tuple[list[int], list[int]]]) -> float:
+    """As `shape_noise`, between our passes and those of another program with the same weights and dtype.
+
+    That is `model_noise`; but without instructions for it a CPU computes a pass in half precision for seconds. There
+    the passes in float32 are what both programs depart from, as far as each other and independently: the distance of
+    two such errors is on average sqrt(2) of one. What goes beyond `NOT_ROUNDING` steps of the dtype is no rounding.
+    """
+    if target.device.type != "cpu" or target.dtype == torch.float32:
+        return model_noise(target, samples)
+    model = copy.deepcopy(target.model).float()
+    set_options(model, Options(graphs=False, compile=False))
+    exact = StagedModel(model, target.vocab_size)
+    largest = step = 0.0
+    for prompt, answer in samples:
+        logits = forced_logits(exact, prompt, answer, block=1)
+        step = max(step, torch.finfo(target.dtype).eps * logits.abs().max().item())
+        largest = max(largest, change(logits, *first_two(target, prompt, answer)))
+    return min(2 * math.sqrt(2) * largest, NOT_ROUNDING * step)
 
 
 def engine_noise(

@@ -93,6 +93,11 @@ def without_difference(runs: list[Run]) -> list[str]:
     return [f"no difference for {run.name}: {why}" for run in others if (why := hindrance(first, run))]
 
 
+def in_one_process(runs: list[Run]) -> bool:
+    """Whether one process measured the whole of a run: an interval then holds nothing of how processes differ."""
+    return any(run.summary.get("processes", 1) < LEAST_PASSES for run in runs)
+
+
 def difference_table(runs: list[Run], metric: str = SPEEDUP) -> Table:
     """The ratio of a metric of each other run to that of the first; a row per task.
 
@@ -102,13 +107,13 @@ def difference_table(runs: list[Run], metric: str = SPEEDUP) -> Table:
     first, *others = runs
     names = row_names(runs)
     title = "times as fast as" if metric == SPEEDUP else f"{metric} / that of"
-    # One process measured the whole of a run: the interval holds nothing of how processes differ.
-    alone = any(run.summary.get("processes", 1) < LEAST_PASSES for run in runs)
-    foot = ONE_PROCESS if metric == SPEEDUP and alone else ""
+    by_run = [relative(first, run, metric) for run in others]
+    known = [of_run["overall"] for of_run in by_run if of_run.get("overall")]
+    has_interval = any(one.ratio.low is not None for one in known)
+    foot = ONE_PROCESS if metric == SPEEDUP and has_interval and in_one_process(runs) else ""
     table = cells.PlainTable(f"{title} {names[0]}", foot)
     table.add_columns("task", no_wrap=True)
     table.add_columns(*names[1:], justify="right", overflow="fold")
-    by_run = [relative(first, run, metric) for run in others]
     tasks = task_names(run.summary for run in runs)
     rows = [task for task in (*tasks, "overall") if any(task in of_run for of_run in by_run)]
     for task in rows:

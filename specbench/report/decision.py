@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 # What is the same for alternatives; what a title says in other words than a label.
 SETTING = (
     *("pair", "data", "split", "turns", "task", "limit", "temperature", "max_new_tokens", "seed"),
-    *("verification", "dtype", "device", "processor", "weights", "anatomy", "batch_size", "protocol"),
+    *("verification", "dtype", "device", "processor", "weights", "anatomy", "batch_size", "pool", "protocol"),
 )
 IN_TITLES = DIFFERING | {
     "pair": "pair={}",
@@ -57,6 +57,7 @@ IN_TITLES = DIFFERING | {
     "temperature": "temperature {:g}",
 }
 USUAL = {
+    "pool": 48,
     "temperature": 0.0,
     "seed": 0,
     "verification": TOKEN,

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING
 from specbench.config.spec import POOL
 from specbench.measure.metrics.statistics import LEAST_POOLS, LEAST_QUESTIONS
 from specbench.report import remarks
-from specbench.report.compare import SPEEDUP, differing_conditions, faulty, relative, without_difference
+from specbench.report.compare import (
+    ONE_PROCESS,
+    SPEEDUP,
+    differing_conditions,
+    faulty,
+    in_one_process,
+    relative,
+    without_difference,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -31,7 +39,10 @@ class Judged:
         high: upper end.
         count: how many `unit`s the interval rests on.
         verdict: passed, failed or incomparable; None without a limit.
-        reasons: why the runs may not be compared, why the run failed, and of a speedup what the machine did meanwhile.
+        reasons: why the runs may not be compared, why the run failed, and of a speedup what the machine did meanwhile
+            and what its interval does not cover.
+
+    As text each reason has a line; the last one is the verdict.
     """
 
     first: str
@@ -53,7 +64,7 @@ class Judged:
         line = f"{self.metric} of {self.run} / {self.first}: {value}, {remarks.paired_over(self.count, self.unit)}"
         if self.verdict:
             line = f"{self.verdict}: {line}, limit {self.fail_below:g}"
-        return "; ".join([line, *self.reasons])
+        return "\n".join([*self.reasons, line])
 
 
 def judge(
@@ -97,11 +108,13 @@ def _judge(first: Run, run: Run, metric: str, fail_below: float | None, allow: t
             least = f"{LEAST_POOLS} pools" + (", or repeats of one" if metric == SPEEDUP else "")
         hindrances.append(f"there is no interval: it takes {least}")
     wrong = faulty([first, run], with_speed=False)
-    machine = remarks.machine_warnings([first, run]) if metric == SPEEDUP else []
+    doubts = remarks.machine_warnings([first, run]) if metric == SPEEDUP else []
+    if metric == SPEEDUP and high is not None and in_one_process([first, run]):
+        doubts.append(ONE_PROCESS)
     verdict = None
     if fail_below is not None:
         lost = high is not None and high < fail_below
         # A failed question is also missing from what can be compared.
         verdict = FAILED if wrong else INCOMPARABLE if hindrances else FAILED if lost else PASSED
-    reasons = hindrances + wrong + machine
+    reasons = hindrances + wrong + doubts
     return Judged(first.name, run.name, metric, value, low, high, count, unit, fail_below, verdict, reasons)

@@ -12,7 +12,7 @@ from specbench.measure.metrics.engine import SURPRISE
 from specbench.measure.metrics.statistics import verdict
 from specbench.report.cells import WRONG, equivalence_text, number_text, ratio_text, share_text
 from specbench.report.phases import FEW, different_phases, slow_machine, slow_machines, spread
-from specbench.report.runs import Run, as_text, differing_by_pair, method_label, named
+from specbench.report.runs import QUOTED, Run, as_text, differing_by_pair, method_label, named
 from specbench.system.settings import TOKEN, TYPICAL
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 RANDOM = "random weights: times and sizes are real, acceptance is not"
 EXPANDED = "text and acceptance are those of the embedded family, times and sizes those of the dimensions"
-QUOTED = {"engine": "our loop", "hf_generate": "transformers generate"}
 DISTURBED = "others were busy on this machine for {} of the time that counts"
 WORST_DISTURBED = 0.1  # of the time that counts, above which a run warns of it first
 STOLEN_SHOWN = 0.001

@@ -63,6 +63,7 @@ VOCAB_MAP, VOCAB_SIZE = TRIMMING  # the one tells of the other
 DIFFERING = {
     "pair": "{}",
     "batch_size": "batch {}",
+    "pool": "pool={}",
     "data": "{}",
     "split": "split={}",
     "turns": "turns={}",
@@ -83,10 +84,12 @@ DIFFERING = {
     "anatomy": "{}",
     "verify_width": "width {}",
     "compiled": "compiled={}",
+    "quoted_against": "against {}",
     "experiment": "{}",
 }
 # What comes with others of these: a difference only between runs that agree in them.
-COMES_WITH = {"compiled": ("pair",), "questions_sha256": ("data", "split")}
+COMES_WITH = {"compiled": ("pair",), "questions_sha256": ("data", "split"), "pool": ("unit",)}
+QUOTED = {"engine": "our loop", "hf_generate": "transformers generate"}  # what speedups are against
 
 
 @dataclass(frozen=True)
@@ -415,7 +418,10 @@ def _differing(summaries: list[Mapping], without: Collection[str]) -> list[list[
 
     What comes with others is a difference only between runs that agree in those: see `COMES_WITH`.
     """
-    summaries = [dict(summary) | {"pair": pair} for summary, pair in zip(summaries, pair_names(summaries))]
+    summaries = [
+        dict(summary) | {"pair": pair, "quoted_against": QUOTED[summary["baseline"]["quoted_against"]]}
+        for summary, pair in zip(summaries, pair_names(summaries))
+    ]
     several = [key for key in DIFFERING if key not in without and _differs(key, summaries)]
     return [
         [

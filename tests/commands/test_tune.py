@@ -157,6 +157,11 @@ def test_a_study_goes_on_and_asks_no_test_question(tuned, tmp_path):
     (folder,) = (tmp_path / "runs" / "tune").iterdir()
     run_dirs = [path for path in folder.iterdir() if path.is_dir()]
     assert len(run_dirs) == 3
+    (threads,) = {read_json(run_dir / store.SUMMARY)["threads"] for run_dir in run_dirs}
+    assert {store.read_config(run_dir)["threads"] for run_dir in run_dirs} == {None, threads}, (
+        "as the first chose"
+    )
+    assert f"threads={threads}" in shlex.split(out.splitlines()[-1])
     for run_dir in run_dirs:
         assert [record["question_id"] for record in store.read_records(run_dir)] == [9]
         assert read_json(run_dir / store.SUMMARY)["data"] == "tiny_warmup"
@@ -201,6 +206,7 @@ def test_trials_that_fail_are_counted_and_named(tuned):
         (["trials=null"], "trials ... 1 ... null"),
         (["trials=0"], "trials ... 1 ... 0"),
         (["runs_root=q.jsonl"], "q.jsonl"),
+        (["run_dir=here"], "run_dir ... each trial has its own ... runs_root"),
     ],
 )
 def test_errors_are_one_line(tuned, arguments, message):

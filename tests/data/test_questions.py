@@ -123,6 +123,8 @@ def test_a_limit_is_per_task_and_even_over_categories(file, limit):
         (json.dumps({"question_id": 1, "category": "qa"}), "'turns' is missing"),
         (line("1"), "'question_id' must be int, not str"),
         (line(True), "'question_id' must be int, not bool"),
+        (line(-1), "'question_id' must be from 0 to 9223372036854775807, not -1"),
+        (line(2**63), "'question_id' must be from 0 to"),
         (json.dumps({"question_id": 1, "category": "qa", "turns": "x"}), "'turns' must be list"),
         (line(category="qaa"), "unknown category 'qaa': did you mean qa?"),
         (line(category=3), "'category' must be str"),
@@ -258,14 +260,18 @@ def test_turns_alone_are_questions_whose_categories_are_tasks(file):
         "",
         json.dumps({"question_id": "9f" * 16, "category": "math", "turns": ["three"]}),
         json.dumps({"question_id": 70, "category": "qa", "messages": [{"role": "user", "content": "four"}]}),
+        json.dumps({"question_id": 2**63, "category": "math", "turns": ["five"]}),
+        json.dumps({"question_id": -1, "category": "math", "turns": ["six"]}),
     )
     questions = load_questions(open_data(path), ALL)
     assert [(q.question_id, q.category, q.task, q.turns) for q in questions] == [
         (1, "questions", "questions", ("one", "two")),  # not pooled as Spec-Bench pools its categories
         (3, "math", "math", ("three",)),
         (70, "qa", "qa", ("four",)),
+        (5, "math", "math", ("five",)),
+        (6, "math", "math", ("six",)),
     ]
-    assert [q.question_id for q in load_questions(open_data(path), ALL | {"name": "math"})] == [3]
+    assert [q.question_id for q in load_questions(open_data(path), ALL | {"name": "math"})] == [3, 5, 6]
 
 
 @pytest.mark.parametrize(
@@ -278,6 +284,7 @@ def test_turns_alone_are_questions_whose_categories_are_tasks(file):
         ({"messages": ["why?"]}, "must be a list of objects"),
         ({"messages": [{"role": "user"}]}, "'messages' must hold at least one text"),
         ({"turns": ["why?"], "category": 3}, "'category' must be a name"),
+        ({"turns": ["why?"], "category": "overall"}, "give the category another name"),
         ({"turns": ["NOT HERE: fetch it"]}, "a placeholder instead of the question"),
     ],
 )

@@ -66,8 +66,21 @@ def test_a_question_that_failed_in_one_pass_is_left_out_of_all():
     found = metrics.summary(records, FACTS, CONFIG)
     assert found["failed"] == 1 and found["overall"]["questions"] == 6 and found["records"] == 21
     rest = metrics.summary([r for r in records if r["question_id"] != 2], FACTS, CONFIG)
-    assert found["overall"] == rest["overall"]
+    without_verdicts = [numbers["overall"] | {"equivalence": None} for numbers in (found, rest)]
+    assert without_verdicts[0] == without_verdicts[1]
     assert (found["repeats"], found["processes"]) == (3, 1)
+
+
+def test_an_answer_is_wrong_whether_or_not_its_question_failed_in_another_pass():
+    records = passes(3)
+    (wrong,) = (r for r in records if (r["repeat"], r["question_id"]) == (0, 2))
+    wrong["turns"][0] |= {"equivalence": VIOLATION, "baseline_equivalence": VIOLATION}
+    before = metrics.summary(records, FACTS, CONFIG)
+    records[9] |= {"error": "no memory", "turns": []}
+    found = metrics.summary(records, FACTS, CONFIG)
+    assert before["equivalence"]["violation"] == found["equivalence"]["violation"] == 1
+    assert found["tasks"][wrong["task"]]["equivalence"]["violation"] == 1
+    assert found["baseline"]["equivalence"]["violation"] == 1
 
 
 def test_the_worst_verdict_of_an_answers_passes_counts():

@@ -329,6 +329,26 @@ def test_an_append_that_a_full_disk_cuts_leaves_the_journal_as_it_was(run_dir):
     assert ids(run_dir) == [1, 2, 3]
 
 
+@pytest.mark.parametrize("line", ["5", "[]", '{"a": 1}'])
+def test_a_line_that_is_no_record_is_named(run_dir, line):
+    append(run_dir, answered(1))
+    with open(run_dir / store.RECORDS, "a") as file:
+        file.write(f"{line}\n")
+    with pytest.raises(UserError, match=r"line 2: no record of a question; the journal is damaged$"):
+        store.read_records(run_dir)
+
+
+@pytest.mark.parametrize("name", [store.CODE, store.CONFIG])
+@pytest.mark.parametrize("content", ["", "{", "a: b: c"])
+def test_a_folder_with_a_damaged_file_is_passed_over(config, name, content):
+    damaged = store.find_or_create(config)
+    (damaged / name).write_text(content)
+    assert store.find_or_create(config) != damaged
+    given = {**store.plain(config), "run_dir": str(damaged)}
+    with pytest.raises(UserError, match=rf"cannot go on: .*{name}.* damaged"):
+        store.find_or_create(given)
+
+
 def test_a_torn_journal_is_mended_on_a_full_disk(run_dir):
     append(run_dir, answered(1), answered(2))
     path = run_dir / store.RECORDS

@@ -10,6 +10,7 @@ import pytest
 from specbench.measure.records import run_folder as store
 from specbench.report import __main__ as report
 from specbench.report import gate
+from specbench.report.compare import ONE_PROCESS
 from specbench.report.runs import differences
 from tests.report.test_compare import records, run, seconds  # noqa: F401 - run is a fixture
 from tests.report.test_phases import measured
@@ -45,7 +46,7 @@ def command(monkeypatch, capsys, *arguments: str) -> tuple[int, str]:
 def test_the_whole_interval_must_lie_below_to_fail(pair, speedup, verdict, code):
     judged = gate.judge(pair(speedup), fail_below=0.97)
     [one] = judged
-    assert (one.verdict, gate.exit_code(judged), one.reasons) == (verdict, code, [])
+    assert (one.verdict, gate.exit_code(judged), one.reasons) == (verdict, code, [ONE_PROCESS])
     assert one.low < one.ratio < one.high and one.count == 40
     assert one.ratio == pytest.approx(speedup / 1.5, abs=0.03)
 
@@ -131,7 +132,7 @@ def test_another_machine_may_have_another_gpu(pair):
     gpu = {"device": "cuda:0", "processor": "H100"}
     first, second = (replace(one, summary=one.summary | gpu) for one in pair(1.5))
     runs = [first, replace(second, summary=second.summary | {"processor": "A100"})]
-    assert gate.judge(runs, fail_below=0.97)[0].reasons == ["machine.processor H100 against A100"]
+    assert gate.judge(runs, fail_below=0.97)[0].reasons == ["machine.processor H100 against A100", ONE_PROCESS]
     assert gate.judge(runs, fail_below=0.97, allow=["machine"])[0].verdict == "passed"
 
 
@@ -190,9 +191,19 @@ def test_what_the_machine_did_is_a_reason_to_doubt_a_time_and_no_failure(pair):
     slow = replace(first, summary=measured(slowed(product=0.3), summary=first.summary))
     busy = replace(second, summary=second.summary | {"machine": {"still_disturbed_share": 0.4}})
     [one] = gate.judge([slow, busy], fail_below=0.97)
-    assert one.verdict == "passed" and len(one.reasons) == 2
+    assert one.verdict == "passed" and len(one.reasons) == 3
+    assert str(one).splitlines()[-1].startswith("passed: speedup of")
     assert says(str(one), f"{slow.name}: SLOW MACHINE ... 30% ... {busy.name}: DISTURBED ... 40%")
     assert gate.judge([slow, busy], "acceptance_length", fail_below=0.97)[0].reasons == []
+
+
+def test_an_interval_of_one_process_says_what_it_does_not_cover(pair):
+    first, second = pair(1.5)
+    assert gate.judge([first, second], fail_below=0.97)[0].reasons == [ONE_PROCESS]
+    several = [replace(one, summary=one.summary | {"processes": 3}) for one in (first, second)]
+    assert gate.judge(several, fail_below=0.97)[0].reasons == []
+    assert gate.judge([several[0], second], fail_below=0.97)[0].reasons == [ONE_PROCESS]
+    assert gate.judge([first, second], "acceptance_length", fail_below=0.97)[0].reasons == []
 
 
 def test_the_command_prints_json_and_ends_with_the_exit_code(pair, monkeypatch, capsys):

@@ -361,6 +361,10 @@ def test_labels_name_what_runs_differ_in():
     sizes = [batched("ar_batch", "none", size) for size in (1, 4)]
     assert labels(sizes) == ["ar_batch, batch 1", "ar_batch, batch 4"]
     assert labels(sizes, without=("batch_size",)) == ["ar_batch", "ar_batch"]
+    pools = [batched("ragged", "sps") | {"pool": pool} for pool in (24, 48)]
+    assert labels([*pools, SUMMARY])[:2] == [f"ragged + sps, batch 8, pool={pool}" for pool in (24, 48)]
+    against = [changed(SUMMARY, baseline__quoted_against=arm) for arm in ("engine", "hf_generate")]
+    assert labels(against) == ["kangaroo, against our loop", "kangaroo, against transformers generate"]
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,7 @@ COMPARABLE = (
     *("weights.engine.target", "config.engine.python"),
     *("config.pair.target", "config.pair.dtype", "config.pair.device", "config.pair.init", "config.data"),
     *("config.pair.target_shape", "config.pair.width", "config.pair.graphs", "config.pair.compile"),
+    "config.pair.stop_ids",
     *("config.decoding.max_new_tokens", "config.decoding.temperature"),
     *("config.decoding.verification", "config.decoding.verify_width"),
     *("config.batch_size", "config.protocol", "config.engine.name"),
@@ -492,7 +493,7 @@ def reset_peak_memory(device: torch.device) -> None:
 
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    elif RESET_PEAK.exists():
+    elif os.access(RESET_PEAK, os.W_OK):  # some containers have it, and refuse
         RESET_PEAK.write_text("5")  # resets the high-water mark of resident memory, see proc(5)
 
 
@@ -505,7 +506,7 @@ def peak_memory(device: torch.device) -> int | None:
 
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    if not RESET_PEAK.exists():
+    if not os.access(RESET_PEAK, os.W_OK):
         return None
     match = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     return int(match[1]) * 1024 if match else None

@@ -72,19 +72,19 @@ def summary(records: list[dict], facts: dict, config: dict) -> dict:
         tasks.setdefault(record["task"], [])
         if record["question_id"] not in failed:
             tasks[record["task"]].append(record)
-    total_records, records = len(records), [record for of_task in tasks.values() for record in of_task]
+    every, records = records, [record for of_task in tasks.values() for record in of_task]
     generations, steps = generations_frame(records), steps_frame(records)
-    baseline = baseline_numbers(records, generations, steps, facts)
+    baseline = baseline_numbers(generations, steps, facts)
     spec = RunSpec.of(config, facts["unit"])
     measured = MetricInput(records, generations, steps, facts, ARMS[baseline["quoted_against"]], spec)
-    overall = numbers(measured)
+    overall = numbers(measured) | _judged(every)
     apart = thirds(in_order, measured) if spec.learns else {}
     source = config.get("settings_source") or {}  # older folders have none
     return {
         "schema": SCHEMA,
         "status": "failed" if failed else "complete",
         "failed": len(failed),
-        "records": total_records,
+        "records": len(every),
         "method": spec.groups["method"]["name"],
         "drafter": spec.groups.get("drafter", {}).get("name"),
         "unit": spec.unit,
@@ -98,6 +98,7 @@ def summary(records: list[dict], facts: dict, config: dict) -> dict:
         **{key: config[key] for key in ("batch_size", "experiment", "protocol", "seed")},
         **{key: config["decoding"][key] for key in ("temperature", "max_new_tokens")},
         **{key: config["data"].get(key) for key in ("limit", "split", "turns")},
+        "pool": config.get("pool") if spec.unit == POOL else None,
         "questions_sha256": facts.get("questions"),
         "verification": config["decoding"].get("verification", TOKEN),  # older folders have none
         "draft_length": config["decoding"].get("draft_length", CONSTANT),
@@ -111,7 +112,11 @@ def summary(records: list[dict], facts: dict, config: dict) -> dict:
         "trained_weights": facts.get("trained_weights", {}),
         "overall": overall,
         "machine": machine(records) | {"speed": probed},
-        "tasks": {task: numbers(measured.part(of_task)) for task, of_task in tasks.items()},
+        "tasks": {
+            task: numbers(measured.part(of_task))
+            | _judged([record for record in every if record["task"] == task])
+            for task, of_task in tasks.items()
+        },
         "thirds": apart,
         "notes": [
             *(line for owner in spec.owners for line in owner.describe(overall["stats"])),
@@ -120,8 +125,13 @@ def summary(records: list[dict], facts: dict, config: dict) -> dict:
             *thirds_lines(apart),
         ],
         "equivalence": overall["equivalence"],
-        "baseline": baseline,
+        "baseline": baseline | _judged(every, "baseline_equivalence"),
     }
+
+
+def _judged(records: list[dict], key: str = "equivalence") -> dict:
+    """The verdicts of all answers: one that is wrong is so whether or not its question failed elsewhere."""
+    return {"equivalence": equivalence(records, key)}
 
 
 def by_question(records: list[dict], reference: str, unit: str) -> pd.DataFrame:
@@ -169,17 +179,13 @@ def by_question(records: list[dict], reference: str, unit: str) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=list(QUESTION_COLUMNS), dtype=object).astype(QUESTION_COLUMNS)
 
 
-def baseline_numbers(
-    records: list[dict], generations: pd.DataFrame, steps: pd.DataFrame, facts: dict
-) -> dict:
+def baseline_numbers(generations: pd.DataFrame, steps: pd.DataFrame, facts: dict) -> dict:
     """What the method is measured against: our autoregressive baseline, or transformers' generate if it is faster.
 
-    `bandwidth_fraction` and its ceiling are those of the quoted one; `equivalence` holds the answers of one against the
-    other.
+    `bandwidth_fraction` and its ceiling are those of the quoted one.
 
     Args:
-        records: of the journal.
-        generations: their answers, as `generations_frame` gives them.
+        generations: the answers, as `generations_frame` gives them.
         steps: their rounds, as `steps_frame` gives them; in a batch they tell what shares a pass.
         facts: of the run.
     """
@@ -193,7 +199,6 @@ def baseline_numbers(
         or (rates["engine"] if facts["unit"] == POOL else None),
         "bandwidth_fraction": bandwidth_fraction(compared.xs(ARMS[quoted], axis=1, level=1), ceiling),
         "ceiling_tokens_per_second": ceiling,
-        "equivalence": equivalence(records, "baseline_equivalence"),
     }
 
 

@@ -23,7 +23,7 @@ import yaml
 from specbench.config.spec import RunSpec, other_engine
 from specbench.data.questions import questions_sha256
 from specbench.measure.records.source import method_sha256, source_sha256
-from specbench.system.errors import UserError, file_errors
+from specbench.system.errors import UserError, file_errors, one_line
 from specbench.system.files import (
     finite,
     lock_folder,
@@ -125,8 +125,15 @@ def config_hash(config: Mapping) -> str:
 
 def read_config(run_dir: Path) -> dict:
     """The resolved configuration of a run folder. Raises UserError where there is none to read."""
+    path = run_dir / CONFIG
     with file_errors():
-        return yaml.safe_load((run_dir / CONFIG).read_text(encoding="utf-8"))
+        try:
+            config = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except (ValueError, yaml.YAMLError) as error:
+            raise UserError(f"{path} is damaged: {one_line(error)}") from error
+    if not isinstance(config, dict):
+        raise UserError(f"{path} is damaged: it holds no configuration")
+    return config
 
 
 def is_complete(run_dir: Path) -> bool:
@@ -164,9 +171,15 @@ def _difference(run_dir: Path, config: dict, code: dict) -> str | None:
     """Why a folder cannot go on with this configuration and code; None if it can."""
     if not (run_dir / CONFIG).exists() or not (run_dir / CODE).exists():
         return "it holds something else than a run"
-    if _canonical(read_config(run_dir)) != _canonical(config):
-        return "it was made for another configuration"
-    before = read_json(run_dir / CODE)
+    try:
+        if _canonical(read_config(run_dir)) != _canonical(config):
+            return "it was made for another configuration"
+    except UserError as error:
+        return str(error)
+    try:
+        before = read_json(run_dir / CODE)
+    except ValueError:
+        return f"its {CODE} is damaged"
     if any(before.get(key) != code[key] for key in ("source_sha256", "method_sha256")):
         return "the code has changed since"
     if before.get("questions_sha256") != code["questions_sha256"]:
@@ -266,11 +279,14 @@ def _read(path: Path) -> tuple[list[dict], int]:
     records, intact_bytes = [], 0
     for number, line in enumerate(lines, start=1):
         try:
-            records.append(json.loads(line))
+            record = json.loads(line)
         except ValueError as error:  # bad JSON, or bytes that are not UTF-8
             if number < len(lines) or rest:
                 raise UserError(f"{path}, line {number}: not valid JSON; the journal is damaged") from error
             break
+        if not isinstance(record, dict) or "question_id" not in record:
+            raise UserError(f"{path}, line {number}: no record of a question; the journal is damaged")
+        records.append(record)
         intact_bytes += len(line) + 1
     return records, intact_bytes
 
