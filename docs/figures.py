@@ -215,7 +215,7 @@ def block(runs: list[Run], page: Page, drawn: Iterable[str]) -> str:
         parts += [f"{line}." for line in dict.fromkeys(map(remarks.repetition_line, summaries)) if line]
     notes = [*remarks.notes(runs), *differing_training(summaries)]
     if page.in_full:
-        notes = [f"{'; '.join(heads(notes))}: [in full]({page.in_full})"] if notes else []
+        notes = [f"{'; '.join(remarks.kinds(notes))}: [in full]({page.in_full})"] if notes else []
     parts += [f"**{note}**" for note in notes]
     trained = training_table(summaries)
     if trained is not None and not differing_training(summaries):
@@ -224,12 +224,6 @@ def block(runs: list[Run], page: Page, drawn: Iterable[str]) -> str:
         f"![{PLOTS[name]}]({page.figures}/{page.folder}/{name}.png)" for name in page.plots if name in drawn
     ]
     return "\n\n".join(parts)
-
-
-def heads(notes: Iterable[str]) -> list[str]:
-    """What each of some notes is about: what it says before its figures, once."""
-    before_brackets = [note.partition(" (")[0] for note in notes]
-    return list(dict.fromkeys(text.rpartition(": ")[0] or text for text in before_brackets))
 
 
 def measured_on(runs: list[Run]) -> str:

@@ -200,10 +200,10 @@ def draft_head(
     Raises:
         UserError: the map cannot be used, or a head that scores some tokens alone would be trimmed.
     """
-    own = token_ids if layers is None else layers.token_ids
+    scored = token_ids if layers is None else layers.token_ids
     if pair.trimmed is None:
-        return DraftHead(model, target_ids(pair), own, layers)
-    if own is not None:
+        return DraftHead(model, target_ids(pair), scored, layers)
+    if scored is not None:
         raise UserError(UNTRIMMED)
     vocab_map, size = pair.trimmed
     return DraftHead(

@@ -286,7 +286,7 @@ def number(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
     value = overall = run.summary["overall"]
     for key in what.split("."):
         value = None if value is None else value.get(key)
-    basis = [f"{cells.questions_text(overall)} questions", *remarks.machine_warnings([run])]
+    basis = [f"{cells.questions_text(overall)} questions", *remarks.kinds(remarks.machine_warnings([run]))]
     return Speedup(value, overall.get(f"{what}_low"), overall.get(f"{what}_high")), "; ".join(basis)
 
 
@@ -407,7 +407,7 @@ def _doubts(claim: Mapping, ours: list[Run], others: list[Run]) -> list[str]:
     chosen_by = [f"config.{name}" for name in claim["of"]]
     lines = [line for run, other in zip(ours, others) for line in differing_conditions(other, run, chosen_by)]
     if claim.get("what") not in metrics.COUNTED:
-        lines += remarks.machine_warnings([*ours, *others])
+        lines += remarks.kinds(remarks.machine_warnings([*ours, *others]))
     return list(dict.fromkeys(lines))
 
 

@@ -108,8 +108,8 @@ def difference_table(runs: list[Run], metric: str = SPEEDUP) -> Table:
     names = row_names(runs)
     title = "times as fast as" if metric == SPEEDUP else f"{metric} / that of"
     by_run = [relative(first, run, metric) for run in others]
-    known = [of_run["overall"] for of_run in by_run if of_run.get("overall")]
-    has_interval = any(one.ratio.low is not None for one in known)
+    ratios = [difference.ratio for of_run in by_run if (difference := of_run.get("overall"))]
+    has_interval = any(ratio.low is not None for ratio in ratios)
     foot = ONE_PROCESS if metric == SPEEDUP and has_interval and in_one_process(runs) else ""
     table = cells.PlainTable(f"{title} {names[0]}", foot)
     table.add_columns("task", no_wrap=True)

@@ -118,6 +118,12 @@ def machine_warnings(runs: Iterable[Run]) -> list[str]:
     return [*different_phases(runs), *slow_machines(runs), *disturbances(runs)]
 
 
+def kinds(lines: Iterable[str]) -> list[str]:
+    """What each of some warnings is about, without its figures; each once."""
+    before_brackets = [line.partition(" (")[0] for line in lines]
+    return list(dict.fromkeys(text.rpartition(": ")[0] or text for text in before_brackets))
+
+
 def paired_over(count: int, unit: str) -> str:
     """On how many pairs of times a ratio rests; unit: as in `metrics.Relative`."""
     text = f"{count} {unit}" if count == 1 else f"{count} {unit}s"

@@ -297,8 +297,8 @@ class StagedModel:
         ) -> Sequence[torch.Tensor]:
             return function(batch.device_only(kv_len, seq_lens, tokens, uniforms), *rest)
 
-        known = batch.seq_lens, batch.tokens[:b], None if drawn is None else drawn[:b]
-        return self.runner.run(owner, key, on_tensors, *known, *inputs)
+        of_batch = batch.seq_lens, batch.tokens[:b], None if drawn is None else drawn[:b]
+        return self.runner.run(owner, key, on_tensors, *of_batch, *inputs)
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states [..., d] after the last layer -> logits [..., vocab]."""
