@@ -251,6 +251,13 @@ def begin_like(module: torch.nn.Module, other: torch.nn.Module) -> bool:
     return shapes == others
 
 
+@torch.no_grad()
+def silence(layer: Any) -> None:
+    """Lets a decoder layer add nothing to its input: it learns to, from there on."""
+    layer.self_attn.o_proj.weight.zero_()
+    layer.mlp.down_proj.weight.zero_()
+
+
 def layers_of(cfg: DictConfig) -> list[int]:
     """The layers of the target that a draft model begins as."""
     return list(range(cfg.layers)) if isinstance(cfg.layers, int) else list(cfg.layers)

@@ -27,6 +27,7 @@ from methods.common.training import (
     finals_of,
     least_squares,
     predicting,
+    silence,
     some_of,
     target_pair,
     trainer,
@@ -65,8 +66,7 @@ def fresh_model(target: StagedModel) -> EagleModel:
     model.fc.weight.mul_(0.1)
     model.fc.weight[:, hidden:] = torch.eye(hidden)
     model.fc.bias.zero_()
-    model.layer.self_attn.o_proj.weight.zero_()
-    model.layer.mlp.down_proj.weight.zero_()
+    silence(model.layer)
     return model
 
 

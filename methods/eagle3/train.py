@@ -24,6 +24,7 @@ from methods.common.training import (
     batches,
     check_length,
     check_like_layer,
+    silence,
     target_pair,
     train_part,
     trainer,
@@ -120,10 +121,8 @@ def fresh_model(
     model.fc.weight.zero_()[:, -config.hidden_size :].fill_diagonal_(1)
     if like_layer is not None:
         _begin_like(cast("Any", model.midlayer), cast("Any", target.layers[like_layer]))
-        further: Iterable[Any] = model.layers.values()
-        for layer in further:
-            layer.self_attn.o_proj.weight.zero_()
-            layer.mlp.down_proj.weight.zero_()
+        for layer in model.layers.values():
+            silence(layer)
     model.norm.weight.copy_(UNSURE * cast("torch.Tensor", target.norm.weight))
     head = target.lm_head.weight  # of a target that is spread over devices, on another one
     model.lm_head.weight.copy_(head[token_ids.to(head.device)])

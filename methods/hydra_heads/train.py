@@ -26,6 +26,7 @@ from methods.common.training import (
     check_length,
     finals_of,
     least_squares,
+    silence,
     some_of,
     target_pair,
     trainer,
@@ -112,8 +113,7 @@ def _begin(prefix: PrefixLayer, target: StagedModel) -> str:
     """
     layer, last = cast("Any", prefix.layers[0]), cast("Any", target.layers[-1])
     is_like = begin_like(layer, last)
-    layer.self_attn.o_proj.weight.zero_()
-    layer.mlp.down_proj.weight.zero_()
+    silence(layer)
     weight = cast("torch.Tensor", target.norm.weight)
     prefix.norm.weight.fill_(weight.float().square().mean().sqrt().item())
     return "a silent copy of the target's last layer" if is_like else "a silent layer of random weights"

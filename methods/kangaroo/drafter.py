@@ -140,7 +140,7 @@ class Kangaroo(Drafter):
         """
         layout = batch.layout
         ctx = layout.place(batch, ids.shape[1], offset, tree)
-        return self.target.run_layers(self.target.embed(ids), layout.cache, ctx, 0, self.exit_layer)
+        return self.target.run_layers(ids, layout.cache, ctx, 0, self.exit_layer)
 
     def _logits(self, batch: Batch, feed: torch.Tensor, offset: int) -> torch.Tensor:
         """Exit states [b, n, d], the first `offset` after the pending token's -> logits [b, rows] after the last."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import numpy as np
 import torch
 
 from methods.common.heads import DraftHead, draft_head
@@ -23,6 +22,7 @@ from specbench.decoding.cpu.packed_linear import packed_linear
 from specbench.decoding.drafter import Drafter, Needs
 from specbench.decoding.model.cost import weight_bytes
 from specbench.decoding.model.staged_model import StagedModel
+from specbench.decoding.sampling import answer_seed
 from specbench.decoding.state import Batch, Draft, Prefill, SequenceState, Verified
 from specbench.decoding.trace import Clock
 from specbench.models.pairs import Pair, draft_of
@@ -80,8 +80,7 @@ class BranchingDrafter(Drafter):
         self._draws = self.ratio and not decoding.greedy
         if not self._draws:
             return 0.0, 0
-        seed = np.random.SeedSequence([sequence.request.seed, 1]).generate_state(1)[0]
-        return decoding.temperature, int(seed)
+        return decoding.temperature, answer_seed(sequence.request.seed, 1)
 
     def _widened(self, probs: torch.Tensor | None) -> torch.Tensor | None:
         """The distributions [n, rows] that a draft was drawn from -> [1, n, vocab]; None where none was drawn."""

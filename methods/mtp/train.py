@@ -20,6 +20,7 @@ from methods.common.training import (
     batches_on,
     check_length,
     least_squares,
+    silence,
     some_of,
     target_pair,
     train_part,
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from omegaconf import DictConfig
-    from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
     from methods.mtp.model import MtpModel
     from specbench.data.training import Batch
@@ -52,9 +52,7 @@ def fresh_model(target: StagedModel) -> MtpModel:
     from methods.mtp.model import MtpModel
 
     model = MtpModel(Qwen3Config(**layer_sizes(target))).to(target.device)
-    layer = cast("Qwen3DecoderLayer", model.layers[0])
-    layer.self_attn.o_proj.weight.zero_()
-    layer.mlp.down_proj.weight.zero_()
+    silence(model.layers[0])
     return model
 
 

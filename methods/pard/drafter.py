@@ -61,7 +61,7 @@ class ParallelDraft(SpeculativeSampling):
         newest = batch.last_tokens(n)
         ids = torch.cat([newest, newest.new_full((batch.size, k - 1), self.mask)], dim=1)
         ctx = self._layout.place(batch, n + k - 1, 1 - n)
-        hidden = self.model.run_layers(self.model.embed(ids), self._layout.cache, ctx)[:, n - 1 :]
+        hidden = self.model.run_layers(ids, self._layout.cache, ctx)[:, n - 1 :]
         chosen = chosen_at_once(self.head, self.head.logits(self.model.norm(hidden)), batch)
         return Draft(*chosen, bytes_read=self._draft_bytes(batch, n, k))
 

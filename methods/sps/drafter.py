@@ -53,7 +53,7 @@ class SpeculativeSampling(Drafter):
         """Prefills the draft model with the prompt. The first draft pass feeds the pending token."""
         n = prefill.ids.shape[1]
         cache = self._layout.prefill_view(slot, n)
-        self.model.run_layers(self.model.embed(prefill.ids), cache, 0, 0, self.layers)
+        self.model.run_layers(prefill.ids, cache, 0, 0, self.layers)
         self._fed[slot] = n
 
     def draft(self, batch: Batch) -> Draft:
@@ -81,7 +81,7 @@ class SpeculativeSampling(Drafter):
         """Feeds the n newest tokens but the pending one; returns the bytes of weights that were read."""
         ids = batch.last_tokens(n + 1)[:, :n]
         ctx = self._layout.place(batch, n, -n)
-        self.model.run_layers(self.model.embed(ids), self._layout.cache, ctx, 0, self.layers)
+        self.model.run_layers(ids, self._layout.cache, ctx, 0, self.layers)
         return self.model.pass_bytes(0, self.layers, head=False, tokens=ids.numel())
 
     def commit(self, batch: Batch, verified: Verified) -> None:
@@ -136,7 +136,7 @@ class SpeculativeSampling(Drafter):
             read.
         """
         ctx = self._layout.place(batch, ids.shape[1], offset)
-        hidden = self.model.run_layers(self.model.embed(ids), self._layout.cache, ctx)[:, -1]
+        hidden = self.model.run_layers(ids, self._layout.cache, ctx)[:, -1]
         return self.head.logits(self.model.norm(hidden)), None, self._pass_bytes(ids.numel())
 
     def _draft_bytes(self, batch: Batch, n: int, k: int) -> float:

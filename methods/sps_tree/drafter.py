@@ -114,7 +114,7 @@ class DraftModelTree(SpeculativeSampling):
     def _level(self, batch: Batch, ids: torch.Tensor, offset: int, tree: Tree) -> torch.Tensor:
         """One pass over the nodes [b, n] of a level, the first of them node `offset` - 1 -> logits [b, n, rows]."""
         ctx = self._layout.place(batch, ids.shape[1], offset, tree)
-        hidden = self.model.run_layers(self.model.embed(ids), self._layout.cache, ctx)
+        hidden = self.model.run_layers(ids, self._layout.cache, ctx)
         return self.head.logits(self.model.norm(hidden))
 
     def _children(

@@ -107,7 +107,7 @@ class Swift(Drafter):
         ids, passes = batch.last_tokens(1), 0
         while any(going) and passes < batch.max_draft:
             ctx = batch.layout.place(batch, 1, passes)
-            logits = self.model.head(self.model.run_layers(self.model.embed(ids), cache, ctx)[:, -1])
+            logits = self.model.head(self.model.run_layers(ids, cache, ctx)[:, -1])
             ids, sequences = _look(logits)
             passes += 1
             for i, (sure, *likeliest) in enumerate(sequences):
@@ -147,7 +147,7 @@ class Swift(Drafter):
         start = len(sequence.request.prompt)
         ids = batch.tokens[i : i + 1, start : start + window + 1]
         cache, ctx = replay(batch, i, start, window)
-        states = model.run_layers(model.embed(ids[:, :-1]), cache, ctx)
+        states = model.run_layers(ids[:, :-1], cache, ctx)
         agreed = model.head(states).argmax(-1) == ids[:, 1:]
         self._search.tell(agreed.float().mean().item())
         if self._search.best is skipped:

@@ -132,7 +132,10 @@ def test_another_machine_may_have_another_gpu(pair):
     gpu = {"device": "cuda:0", "processor": "H100"}
     first, second = (replace(one, summary=one.summary | gpu) for one in pair(1.5))
     runs = [first, replace(second, summary=second.summary | {"processor": "A100"})]
-    assert gate.judge(runs, fail_below=0.97)[0].reasons == ["machine.processor H100 against A100", ONE_PROCESS]
+    assert gate.judge(runs, fail_below=0.97)[0].reasons == [
+        "machine.processor H100 against A100",
+        ONE_PROCESS,
+    ]
     assert gate.judge(runs, fail_below=0.97, allow=["machine"])[0].verdict == "passed"
 
 
