@@ -132,7 +132,14 @@ class Draft:
 
     @classmethod
     def of(
-        cls, tokens: Sequence[list[int]], device: torch.device, parents: Sequence[list[int]] | None = None
+        cls,
+        tokens: Sequence[list[int]],
+        device: torch.device,
+        parents: Sequence[list[int]] | None = None,
+        *,
+        bytes_read: float = 0,
+        report: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        stats: dict[str, Any] | None = None,
     ) -> Draft:
         """A draft of tokens that were chosen on the host without chance, of different lengths.
 
@@ -140,6 +147,9 @@ class Draft:
             tokens: of each sequence.
             device: that they are verified on.
             parents: of trees, as in `Tree`; None for chains.
+            bytes_read: as the attribute.
+            report: likewise.
+            stats: likewise; None: no numbers.
         """
         counts = [len(some) for some in tokens]
         k = max(counts)
@@ -150,7 +160,14 @@ class Draft:
             # Padding hangs on the pending token and is not accepted.
             filled = [[*some, *[-1] * (k - len(some))] for some in parents]
             tree = Tree.of_lists(filled, device)
-        return cls(padded.view(len(counts), k), tree=tree, candidates=candidates)
+        return cls(
+            padded.view(len(counts), k),
+            tree=tree,
+            candidates=candidates,
+            bytes_read=bytes_read,
+            report=report,
+            stats=stats or {},
+        )
 
     def acceptable(self) -> torch.Tensor | None:
         """[b, k] which tokens are candidates; None: all."""

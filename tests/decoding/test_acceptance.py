@@ -405,3 +405,13 @@ def test_typical_acceptance_keeps_no_token_that_was_not_drafted():
     logits = torch.zeros(1, 4, 10)
     draft = Draft(torch.tensor([[5, 3, 7]]), candidates=torch.tensor([1]))
     assert accept(logits, draft, SamplingParams(9, verification="typical"), None).count.tolist() == [1]
+
+
+def test_a_draft_chosen_on_the_host_keeps_what_else_it_says():
+    def report(logits):
+        return logits.argmax(-1)
+
+    cpu, others = torch.device("cpu"), {"stats": {"hits": 1}, "bytes_read": 8, "report": report}
+    draft = Draft.of([[5, 3], [7]], cpu, **others)
+    assert (draft.stats, draft.bytes_read, draft.report) == ({"hits": 1}, 8, report)
+    assert draft.tokens.tolist() == [[5, 3], [7, 0]] and Draft.of([[5]], cpu).stats == {}
