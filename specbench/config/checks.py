@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import pkgutil
 import re
@@ -241,12 +242,12 @@ def check_method(cfg: DictConfig) -> RunSpec:
     required = [key for key, parameter in takes.items() if parameter.default is parameter.empty]
     by_hand = required and all(inner.get(key) is not None for key in required)
     if needs.part is not None and cfg.pair.parts.get(needs.part) is None and not by_hand:
-        add = "" if needs.part in cfg.pair.parts else "++"
         trainer = trainer_of(inner["_target_"].rpartition(".")[0])
         words = f"{trainer} pair={cfg.pair_file.name} {needs.training}"
+        train = "" if trainer is None else f"train it with `{words.strip()}`, then "
         raise LackingError(
             f"pair {cfg.pair.name} has no part '{needs.part}', which {what} {name} needs: "
-            f"train it with `{words.strip()}`, then name it with {add}pair.parts.{needs.part}=FOLDER"
+            f"{train}name it with pair.parts.{needs.part}=FOLDER"
         )
     check_part(cfg.pair, needs, (inner.get(key) for key in required))
     check_vocab(cfg, what, inner["name"], needs.trims)
@@ -259,8 +260,17 @@ def check_method(cfg: DictConfig) -> RunSpec:
     return spec
 
 
-def trainer_of(module: str) -> str:
-    """The command that trains a method's part: where `methods` lies in the package, `python -m` finds none of it."""
+def trainer_of(module: str) -> str | None:
+    """The command that trains a method's part: where `methods` lies in the package, `python -m` finds none of it.
+
+    None for a method that brings no trainer.
+    """
+    try:
+        trainer = importlib.util.find_spec(f"{module}.train")
+    except ModuleNotFoundError:  # the method is a single file
+        trainer = None
+    if trainer is None:
+        return None
     package, _, name = module.partition(".")
     return f"specbench train {name}" if package == "methods" else f"python -m {module}.train"
 
@@ -453,7 +463,11 @@ def located(group: Mapping, what: str, *kinds: type) -> type:
     Raises:
         UserError: It cannot be imported, or is no subclass of one of `kinds`.
     """
-    target = group.get("_target_")
+    if "_target_" not in group:
+        folder = "engine" if what == "engine" else "method"
+        file = f"conf/{folder}/{group.get('name', 'NAME')}.yaml"
+        raise UserError(f"{file} has no _target_: name the class there, such as mine.Mine")
+    target = group["_target_"]
     try:
         cls = pkgutil.resolve_name(str(target))  # not hydra's get_class, which prints what it raises
     except (ImportError, AttributeError, ValueError) as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import os
 import re
+import shlex
 import sys
 import tempfile
 from contextlib import nullcontext
@@ -19,7 +20,12 @@ import hydra
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
+from hydra.errors import (
+    ConfigCompositionException,
+    HydraException,
+    MissingConfigException,
+    OverrideParseException,
+)
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -29,6 +35,9 @@ from specbench.system.errors import UserError, one_line_errors, suggest
 
 NO_KEY = re.compile(r"Could not override '([\w.]+)'")  # as Hydra says it
 PART = re.compile(r"\bpair\.parts\.(\w+)")  # as a YAML reads one
+AMBIGUOUS = re.compile(r"Ambiguous value for argument '(.*)'")  # as Hydra says it
+# Configurations with a method, whose `check` refuses parts that nothing reads.
+OF_METHODS = ("bench", "tune", "serve", "export_part")
 NOT_COMPOSED = (HydraException, OmegaConfBaseException, yaml.YAMLError)
 
 if TYPE_CHECKING:
@@ -216,7 +225,17 @@ def check_pair_keys(pair: Mapping[str, Any], part: str | None = None) -> None:
             raise UserError(f"unknown key 'pair.{key}': {suggest(key, base)}")
     for key in pair.get("parts") or {}:
         if key not in base["parts"] and key != part and key not in (names := _parts_of_yamls()):
+            names |= set() if part is None else {part}
             raise UserError(f"unknown key 'pair.parts.{key}': {suggest(key, names)}")
+
+
+def with_parts_added(overrides: list[str]) -> list[str]:
+    """The arguments, with `++` for a part that no pair lists: one that a method of the user's needs."""
+    listed = base_pair()["parts"]
+    return [
+        f"++{override}" if (part := PART.match(override)) and part[1] not in listed else override
+        for override in overrides
+    ]
 
 
 def base_pair() -> dict[str, Any]:
@@ -271,10 +290,20 @@ def explain(
         return str(raised)
     if isinstance(error, MissingConfigException) and error.options is not None:
         group, _, choice = str(error.missing_cfg_file).rpartition("/")
+        if group == "search" and not any(override.startswith("search=") for override in overrides):
+            return f"no bounds for tuning {choice}: write conf/search/{choice}.yaml"
         choices = [option for option in error.options if not option.startswith("_")]
         return f"unknown {group} '{choice}': {suggest(choice, choices)}"
     if isinstance(error, ConfigCompositionException) and (key := NO_KEY.match(str(error))):
         return unknown_key(key[1], config_name, overrides)
+    if isinstance(error, ConfigCompositionException) and (values := AMBIGUOUS.match(str(error))):
+        if config_name != "bench":
+            return f"{values[1]} has several values, and this command takes one"
+        return f"several values are a sweep: use `specbench sweep {shlex.join(overrides)}`"
+    if isinstance(error, OverrideParseException) and "=" not in error.override:
+        word = error.override
+        near = f": did you mean method={word}?" if word in choices_of("method") else ""
+        return f"'{word}' is not key=value{near}"
     return f"{error} {error.__cause__ or ''}"
 
 
@@ -407,6 +436,8 @@ def with_hydra(config_name: str, task: Callable[[DictConfig], object], goes_on: 
     # The parser wants all key=value arguments in a row; `-m` may stand anywhere.
     sys.argv[1:] = overrides = sorted(sys.argv[1:], key=lambda argument: argument not in ("-m", "--multirun"))
     check_overrides(overrides)
+    if config_name in OF_METHODS:
+        sys.argv[1:] = overrides = with_parts_added(overrides)
     if (user_conf := own_conf()) and "--config-dir" not in overrides:
         sys.argv[1:1] = ["--config-dir", str(user_conf)]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing and leaving

@@ -58,8 +58,9 @@ BLOCK = ["decoding=sample", "decoding.verification=block"]
         (["method=sps", "method.max_draft_token=3"], "max_draft_token ... max_draft_tokens"),
         (["-m", "method=sps,kangaroo", "method.exit_layer=3"], "'method.exit_layer' ... max_draft_tokens"),
         (["-m", "method=kangaroo,sps", "method.exit_layer=3"], "method.exit_layer"),
-        (["method=sps,ar"], "--multirun"),
-        (["data.limit"], "missing EQUAL"),
+        (["method=sps,ar", "seed=1"], "several values are a sweep: use `specbench sweep method=sps,ar seed=1`\n"),
+        (["data.limit"], "'data.limit' is not key=value\n"),
+        (["sps"], "'sps' is not key=value: did you mean method=sps?\n"),
         (["method=sps", "method=pld"], "method ... sps ... pld"),
         (["method=ar", "hydra/launcher=ray"], "hydra/launcher ... -m"),
     ],
@@ -89,6 +90,36 @@ def test_a_file_that_is_no_yaml(monkeypatch, capfd, tmp_path, file, arguments):
     assert code == 2 and err == f"error: {path}, line 3: expected ',' or ']', but got ':'\n"
     with pytest.raises(UserError, match="mine.yaml, line 3: "):
         checks.check_command("bench", [f"{file.partition('/')[0]}=mine"])
+
+
+TABLE = """
+from specbench.decoding.drafter import Drafter, Needs
+
+
+class Table(Drafter):
+    needs = Needs(part="table")
+"""
+
+
+@pytest.mark.parametrize(
+    ("lines", "arguments", "message"),
+    [
+        ("_target_: table.Table", [], "no part 'table', which method mine needs: name it with pair.parts.table="),
+        ("_target_: table.Table", ["pair.parts.table=/nowhere"], "there is no folder '/nowhere'\n"),
+        ("_target_: table.Table", ["pair.parts.tabel=here"], "unknown key 'pair.parts.tabel': did you mean table?"),
+        ("width: 2", [], "conf/method/mine.yaml has no _target_: "),
+    ],
+)  # fmt: skip
+def test_a_method_of_the_user(monkeypatch, capfd, tmp_path, lines, arguments, message):
+    (tmp_path / "conf" / "method").mkdir(parents=True)
+    (tmp_path / "conf" / "method" / "mine.yaml").write_text(f"{lines}\nname: mine\n")
+    (tmp_path / "table.py").write_text(TABLE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    code, out, err = run_main(monkeypatch, capfd, "method=mine", *arguments)
+    assert (code, out) == (2, "") and err.startswith("error: ") and err.count("\n") == 1
+    assert message in err
+    sys.modules.pop("table", None)
 
 
 # -- values and combinations
