@@ -270,6 +270,8 @@ COMMANDS = {
     ),
 }  # fmt: skip
 
+OF_MAKE = {"bench": "run"}  # targets of the Makefile that have another name here
+
 
 def main() -> int:
     """Runs the command that the command line names; returns its exit code."""
@@ -300,7 +302,8 @@ def run(arguments: list[str]) -> int:
         print(f"specbench {__version__}")
         return 0
     if name not in COMMANDS:
-        raise UserError(f"unknown command '{name}': {suggest(name, COMMANDS)}; see specbench --help")
+        near = suggest(OF_MAKE.get(name, name), COMMANDS)
+        raise UserError(f"unknown command '{name}': {near}; see specbench --help")
     command = COMMANDS[name]
     if {"-h", "--help"} & set(rest):
         trainer = rest[0] if name == "train" and rest[0] in trainers() else ""

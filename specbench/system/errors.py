@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 
+SHORTEST_PART = 3  # characters of a name that is looked for within others
+
+
 class UserError(Exception):
     """Something the user can put right; entry points print it as one line and exit with code 2."""
 
@@ -57,7 +60,10 @@ def suggest(name: str, choices: Iterable[str]) -> str:
     """
     names = sorted(choices)
     by_lower = {choice.lower(): choice for choice in names}
-    close = difflib.get_close_matches(str(name).lower(), by_lower, n=2, cutoff=0.6)
+    lower = str(name).lower()
+    close = difflib.get_close_matches(lower, by_lower, n=2, cutoff=0.6)
+    if not close and len(lower) >= SHORTEST_PART:
+        close = [choice for choice in by_lower if lower in choice][:2]
     listed = f"known: {', '.join(names) or 'none'}"
     return f"did you mean {' or '.join(by_lower[c] for c in close)}? ({listed})" if close else listed
 

@@ -133,7 +133,13 @@ def test_help_of_all_and_version(capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "right"), [("rum", "run"), ("train kangaro", "kangaroo"), ("train", "sps")]
+    ("words", "right"),
+    [
+        ("rum", "run"),
+        ("bench", r"unknown command 'bench': did you mean run\?"),
+        ("train kangaro", "kangaroo"),
+        ("train", "sps"),
+    ],
 )
 def test_an_unknown_name_is_told_with_near_ones(called, words, right):
     with pytest.raises(UserError, match=right):

@@ -14,6 +14,12 @@ def test_near_names_the_closest_and_all_that_are_known():
     assert suggest("KANGAROO", ["sps", "kangaroo"]).startswith("did you mean kangaroo?")
     assert suggest("xyz", ["sps", "kangaroo"]) == "known: kangaroo, sps"
     assert suggest("xyz", []) == "known: none"
+    assert suggest("math", ["math_reasoning", "rag"]).startswith("did you mean math_reasoning?")
+    assert (
+        suggest("m", ["math_reasoning", "rag"])
+        == suggest("", ["rag", "math_reasoning"])
+        == "known: math_reasoning, rag"
+    )
 
 
 def test_a_user_error_is_one_line_and_exit_code_2(capsys):
