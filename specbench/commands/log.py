@@ -218,7 +218,10 @@ def main() -> int:
     from specbench.report.runs import finished_runs
 
     if arguments.pop("command") == "log":
-        runs, left_out = finished_runs(arguments.pop("run_dir"))
+        paths = arguments.pop("run_dir")
+        if keys := [path for path in paths if "=" in path.name and not path.exists()]:
+            raise UserError(f"log takes --mode, --group, --project and --entity, not {keys[0]}")
+        runs, left_out = finished_runs(paths)
         tables.print_left_out(left_out)
         try:
             logged = [track(run.folder, tracker_of(run.folder, **arguments)) for run in runs]

@@ -22,7 +22,7 @@ from specbench.report import cells, claims, compare, decision, formats, gate, pa
 from specbench.report.published_tables import published_tables
 from specbench.report.runs import Run, SkippedRun, finished_runs, is_run, summary_frame
 from specbench.report.training_data import differing_training, training_table
-from specbench.system.errors import UserError, file_errors, one_line_errors
+from specbench.system.errors import UserError, file_errors, one_line_errors, suggest
 from specbench.system.files import make_folder
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def compare_runs(arguments: list[str]) -> int:
     parser.add_argument(
         "runs", nargs="+", type=Path, help="run folders; the first is what the others are compared with"
     )
-    parser.add_argument("--metric", choices=compare.METRICS, default=compare.SPEEDUP)
+    parser.add_argument("--metric", type=_metric, metavar="NAME", default=compare.SPEEDUP)
     parser.add_argument(
         "--fail-below",
         type=_limit,
@@ -128,6 +128,13 @@ def compare_runs(arguments: list[str]) -> int:
         json.dumps([asdict(one) for one in judged], indent=2) if options.json else "\n".join(map(str, judged))
     )
     return gate.exit_code(judged)
+
+
+def _metric(text: str) -> str:
+    """One that runs are compared by; raises UserError for another, where argparse would print its usage."""
+    if text not in compare.METRICS:
+        raise UserError(f"unknown metric '{text}': {suggest(text, compare.METRICS)}")
+    return text
 
 
 def _limit(text: str) -> float:

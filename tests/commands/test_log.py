@@ -300,6 +300,13 @@ def test_a_run_that_is_left_out_is_named_and_the_exit_code_says_so(runs, tmp_pat
     assert f"left out: {tmp_path.name}: unfinished" in capsys.readouterr().out
 
 
+def test_a_key_on_the_command_line_is_told_of_the_options(runs, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["log", "log", str(runs[0]), "tracker.mode=offline"])
+    with pytest.raises(SystemExit):
+        tracking.main()
+    assert says(capsys.readouterr().err, "log takes ... --mode ... not tracker.mode=offline")
+
+
 def test_nothing_is_written_without_a_tracker(run_dir):
     before = sorted(run_dir.iterdir())
     assert tracking.track(run_dir, NONE)

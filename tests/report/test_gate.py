@@ -221,6 +221,14 @@ def test_the_command_prints_json_and_ends_with_the_exit_code(pair, monkeypatch, 
     assert code == 0 and "acceptance_length / that of" in out
 
 
+def test_a_metric_that_runs_are_not_compared_by_is_one_line(monkeypatch, capsys):
+    with pytest.raises(SystemExit) as end:
+        command(monkeypatch, capsys, "A", "B", "--metric", "longest_accepted")
+    error = capsys.readouterr().err
+    assert end.value.code == 2 and error.startswith("error: unknown metric 'longest_accepted': ")
+    assert error.count("\n") == 1 and "known: acceptance_length, mbsu, speedup" in error
+
+
 def test_the_command_judges_only_when_it_is_asked_to(pair, monkeypatch, capsys):
     folders = [one.folder for one in pair(1.2)]
     asked = []
