@@ -112,10 +112,12 @@ def check_table(
 
 
 def overview(all_checks: dict[str, Check]) -> str:
-    """A line for each check."""
-    width = max(map(len, all_checks))
-    lines = [f"  {name:<{width}}  {one.acceptance_length}  {one.source}" for name, one in all_checks.items()]
-    return "\n".join(["usage: specbench check-published NAME [key=value ...]", "", *lines])
+    """A line for each check, and how one is run."""
+    width, heading = max(map(len, all_checks)), "published acceptance length"
+    rows = [("name", heading, "source")]
+    rows += [(name, f"{one.acceptance_length:.2f}", one.source) for name, one in all_checks.items()]
+    lines = [f"{name:<{width}}  {length:>{len(heading)}}  {source}" for name, length, source in rows]
+    return "\n".join([*lines, "", "measure one again: specbench check-published NAME [key=value ...]"])
 
 
 @one_line_errors()

@@ -84,7 +84,12 @@ def test_a_check_is_run_and_judged(stand_in, monkeypatch, capfd):
 def test_what_there_is_and_what_there_is_not(monkeypatch, capfd):
     monkeypatch.setattr("sys.argv", ["specbench check-published"])
     assert main() == 0 and "llama-3.1-8b-eagle3" in capfd.readouterr().out
-    assert overview(checks()).count("\n") == len(checks()) + 1
+    heading, *rows, _, how = overview(checks()).splitlines()
+    assert heading.split() == ["name", "published", "acceptance", "length", "source"] and how.endswith(
+        " ...]"
+    )
+    lengths = {row.split()[0]: row.split()[1] for row in rows}
+    assert lengths.keys() == checks().keys() and lengths["llama-3.1-8b-eagle3"] == "2.60"
     monkeypatch.setattr("sys.argv", ["specbench check-published", "qwen3-8b-eagel3"])
     with pytest.raises(SystemExit):
         main()
