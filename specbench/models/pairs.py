@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import pickle
+import sys
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -68,6 +69,7 @@ SAMPLE = (
     "had arrived. In the evening the mayor thanked the captain and promised that a small shop would open before the "
     "end of the year, with bread, milk, newspapers and a table where people can sit and talk."
 )
+MANY_PARAMETERS = 200_000_000  # of random weights: drawing more takes long enough to be told of
 USER_WORDS = "WORDS OF THE USER"  # which no template writes by itself
 GENERATION = "generation_config.json"
 # What templates are told the date is: by today's, prompts would differ from day to day. The one of Llama 3's own.
@@ -530,6 +532,8 @@ class _Source:
         options = {"dtype": dtype, "trust_remote_code": self.cfg.trust_remote_code}
         with _one_line(self):
             if self.cfg.init == "random":
+                if (count := self.without_weights().num_parameters()) > MANY_PARAMETERS:
+                    print(f"making random weights ({count / 1e9:.1f} B parameters) ...", file=sys.stderr)
                 torch.manual_seed(seed)
                 with device:
                     model = AutoModelForCausalLM.from_config(self.config(), **options)
@@ -606,9 +610,11 @@ def fetch_small_files(
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise UserError(f"no model '{name}': neither a local folder nor on the hub{hint}") from error
     except LocalEntryNotFoundError as error:
+        pinned = "" if revision is None else f" --revision {revision}"
         raise UserError(
             f"no model '{name}': not a local folder, not in the hub's cache, and the hub cannot be reached; "
-            f"fetch it where there is a network with `hf download {name}`{hint}"
+            f"fetch it where there is a network with `hf download {name}{pinned}`, or all that the pair has with "
+            f"`specbench fetch PAIR`{hint}"
         ) from error
 
 

@@ -294,6 +294,15 @@ def test_random_weights_come_from_the_seed_alone(cfg):
     assert one.dtype == torch.float32
 
 
+def test_many_random_weights_are_told_of_before_they_are_drawn(cfg, monkeypatch, capsys):
+    cfg.init = "random"
+    load_pair(cfg, seed=0, with_draft=False)
+    assert "random" not in capsys.readouterr().err
+    monkeypatch.setattr(pairs, "MANY_PARAMETERS", 10_000)
+    load_pair(cfg, seed=0, with_draft=False)
+    assert "making random weights (0.0 B parameters) ...\n" in capsys.readouterr().err
+
+
 def test_draft_with_another_vocabulary(cfg):
     byte_tokenizer(first_special="<bos>").save_pretrained(cfg.draft)
     expected = rf"256 .*'<s>' .*{cfg.target}.*'<bos>' .*{cfg.draft}"

@@ -263,6 +263,7 @@ def test_a_model_that_cannot_be_had_says_what_to_do_in_one_line(name):
     with pytest.raises(UserError, match="hf download") as caught:
         load_pair(cfg, seed=0, with_draft=False)
     assert ("gated" in str(caught.value)) == cfg.gated
+    assert (f"--revision {cfg.target_revision}`" in str(caught.value)) == (cfg.target_revision is not None)
 
 
 @pytest.mark.parametrize("name", SIZES)
