@@ -158,6 +158,11 @@ def _download(data: Mapping, path: Path, variable: str) -> None:
     """Fetches `data.url` to `path`; the file appears there complete and checked, or not at all."""
     ways = f"set {variable}=FILE or data.path=FILE"
     if not data["url"]:
+        if data.get("placeholder"):  # as a text begins that is not prepared
+            raise UserError(
+                f"data={data['name']} has no folder of questions: set {variable}=FOLDER or data.path=FOLDER, which the "
+                "benchmark's own script prepares (docs/questions.md)"
+            )
         raise UserError(f"data={data['name']} has neither a path nor a url: {ways}")
     try:
         with urllib.request.urlopen(data["url"], timeout=DOWNLOAD_TIMEOUT_SECONDS) as response:

@@ -199,6 +199,8 @@ def test_without_a_network_the_error_says_how_to_get_the_file():
             assert part in str(error.value)
     with pytest.raises(UserError, match="path.*url"):
         find_questions_file(data())
+    with pytest.raises(UserError, match=r"set SPEC_BENCH_QUESTIONS=FOLDER or .* own script prepares"):
+        find_questions_file(data() | {"placeholder": "FULL DATA"})
 
 
 def test_packaged_paths_do_not_depend_on_the_working_directory(monkeypatch, tmp_path):
