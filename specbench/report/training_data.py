@@ -10,11 +10,12 @@ from specbench.report.cells import NUMBER, UNKNOWN, PlainTable
 from specbench.report.runs import labels, named
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from rich.table import Table
 
 SHOWN_OF_A_DIGEST = 8
+WIDEST_SHARES = 13  # characters of a column: two of them in a line
 SHARES = ("held_out_agreement", "held_out_right")  # not all that is measured on held-out text is a share
 SAME = "all drafters that were trained here saw as many tokens of the same data, over all stages"
 
@@ -30,7 +31,7 @@ def training_table(summaries: Iterable[dict]) -> Table | None:
                 label,
                 name,
                 record.get("begins", UNKNOWN),
-                _text(record) if record else UNKNOWN,
+                _text(record, _last_part) if record else UNKNOWN,
                 "the measured" if name == WARM else _cleared_of(record),
                 f"{tokens_seen(record):,}" if record else UNKNOWN,
                 str(record.get("steps", UNKNOWN)),  # a text that is looked up has none
@@ -41,9 +42,12 @@ def training_table(summaries: Iterable[dict]) -> Table | None:
                 rows.append(row)
     if not rows:
         return None
-    table = PlainTable("what drafters were trained on", "" if differing_training(summaries) else SAME)
+    table = PlainTable(
+        "what drafters were trained on", "" if differing_training(summaries) else SAME, padding=(0, 1, 0, 0)
+    )
     table.add_columns("run", "part", "begins as", "data", "cleared of\nquestions", overflow="fold")
-    table.add_columns("tokens,\nall stages", "steps", "loss", "held-out\nshares", **NUMBER)
+    table.add_columns("tokens,\nall stages", "steps", "loss", **NUMBER)
+    table.add_columns("held-out\nshares", justify="right", max_width=WIDEST_SHARES)
     for row in rows:
         table.add_row(*row)
     return table
@@ -73,7 +77,7 @@ def differing_training(summaries: Iterable[dict]) -> list[str]:
     for label, summary in zip(labels(summaries), summaries):
         for record in summary.get("training", {}).values():
             seen = trained if "steps" in record else stored
-            names = seen.setdefault((tokens_seen(record), _text(record)), [])
+            names = seen.setdefault((tokens_seen(record), _text(record, _data)), [])
             if label not in names:
                 names.append(label)
     lines = []
@@ -96,12 +100,12 @@ def tokens_seen(record: dict) -> int:
     return sum(stage["tokens"] for stage in stages(record))
 
 
-def _text(record: dict) -> str:
-    """The text of all stages: where there are several, with the tokens of each."""
+def _text(record: dict, name_of: Callable[[str], str]) -> str:
+    """The text of all stages, called by `name_of`: where there are several, with the tokens of each."""
     seen = stages(record)
     if len(seen) == 1:
-        return _data(record["data"])
-    return ", then ".join(f"{stage['tokens']:,} of {_data(stage['data'])}" for stage in seen)
+        return name_of(record["data"])
+    return ", then ".join(f"{stage['tokens']:,} of {name_of(stage['data'])}" for stage in seen)
 
 
 def _differing_memory(summaries: list[dict]) -> list[str]:
@@ -119,3 +123,16 @@ def _data(name: str) -> str:
     """The name of a text; of a checksum its beginning."""
     kind, _, digest = name.partition(":")
     return f"{kind}:{digest[:SHOWN_OF_A_DIGEST]}" if kind == "sha256" else name
+
+
+def _last_part(name: str) -> str:
+    """Likewise without what stands in front of it, for a narrow column: folders, modules, the kind of checksum."""
+    kind, _, digest = name.partition(":")
+    if kind == "sha256":
+        return digest[:SHOWN_OF_A_DIGEST]
+    path, bracket, settings = name.partition("(")
+    last = path.rpartition("/")[2]
+    modules = last.split(".")
+    if last == path and all(map(str.isidentifier, modules)):  # a function, no file
+        last = modules[-1]
+    return f"{last}{bracket}{settings}"

@@ -33,9 +33,24 @@ def test_the_table_has_a_row_for_each_trained_part():
         [summary("sps", draft=TRAINED), summary("s2d", draft=sorted_draft), summary("pld")]
     )
     text = formats.markdown(found)
-    assert "sha256:01234567 |" in text and "1,024,000" in text and "0.500, 0.625" in text
+    assert "| 01234567 |" in text and "1,024,000" in text and "0.500, 0.625" in text
     assert SAME in text and "pld" not in text
     assert training_table([SUMMARY]) is None  # older runs do not tell
+
+
+@pytest.mark.parametrize(
+    ("data", "cell"),
+    [
+        ("specbench.tiny.world.training_examples", "training_examples"),
+        ("specbench.tiny.world.training_examples(seed=1.5)", "training_examples(seed=1.5)"),
+        ("someone/ultrachat_v1.1:train", "ultrachat_v1.1:train"),
+        ("there/talk.jsonl", "talk.jsonl"),
+    ],
+)
+def test_the_table_names_a_text_by_its_last_part(data, cell):
+    first = {"data": data, "tokens": 3_072_000}
+    (row,) = texts(training_table([summary("sps", draft=TRAINED | {"earlier": [first]})]))
+    assert row[3] == f"3,072,000 of {cell}, then 1,024,000 of 01234567"
 
 
 def test_other_data_and_other_amounts_are_named():
