@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from specbench.config.spec import OWN, POOL
-from specbench.measure.metrics.statistics import CONFIDENCE, verdict
+from specbench.measure.metrics.statistics import CONFIDENCE, LEAST_POOLS, LEAST_QUESTIONS, verdict
 from specbench.report import remarks
 from specbench.report.cells import (
     NUMBER,
@@ -160,6 +160,8 @@ class Decision:
             parts = [f"Take {what} with {speedup_text(best['overall'])} times the baseline's speed"]
             if AS_FAST in ranked:
                 parts.append(f"Not told apart from it: {named(ranked[AS_FAST])}")
+        elif (lacking := self._lacking_interval) is not None:
+            parts = [f"No verdict: {lacking}"]
         else:
             parts = ["Stay with autoregressive decoding: no method is shown to be faster"]
         if NONE in ranked:
@@ -170,6 +172,29 @@ class Decision:
             gave = speedup_text(self.alarm.summary["overall"])
             parts.append(f"The baseline against itself gave {gave}: trust no {which}")
         return ". ".join(parts)
+
+    @property
+    def questions(self) -> str:
+        """How many questions its runs asked, such as "1 question", or "12–36 questions"."""
+        counts = sorted({one.summary["overall"]["questions"] for one in self.alternatives})
+        return (
+            f"{'–'.join(map(str, dict.fromkeys((counts[0], counts[-1]))))} question{'s' * (counts[-1] != 1)}"
+        )
+
+    @property
+    def _lacking_interval(self) -> str | None:
+        """Why no run has an interval, and what gives it one; None where one has."""
+        summaries = [one.summary for one in self.alternatives]
+        if any(summary["overall"]["speedup_low"] is not None for summary in summaries):
+            return None
+        if all(summary["unit"] == POOL for summary in summaries):
+            return f"an interval needs at least {LEAST_POOLS} pools, or repeats of one: raise repeats"
+        if all(summary["overall"]["questions"] < LEAST_QUESTIONS for summary in summaries):
+            return (
+                f"an interval needs at least {LEAST_QUESTIONS} questions, these runs have {self.questions}: "
+                "raise data.limit"
+            )
+        return "no run has an interval"
 
     @cached_property
     def alarm(self) -> Run | None:
@@ -286,11 +311,7 @@ def decision_table(decision: Decision) -> Table:
 def facts(decision: Decision) -> list[str]:
     """What a reader of the alternatives must know, the answer first."""
     shown = decision.alternatives[:SHOWN]
-    counts = sorted({one.summary["overall"]["questions"] for one in decision.alternatives})
-    lines = [
-        decision.sentence,
-        f"{'–'.join(map(str, dict.fromkeys((counts[0], counts[-1]))))} questions a run",
-    ]
+    lines = [decision.sentence, f"{decision.questions} a run"]
     if left_out := len(decision.alternatives) - len(shown):
         lines[-1] += f"; the {left_out} slowest are not shown"
     if decision.itself:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from specbench.report import remarks
-from specbench.report.decision import decision_table, decisions
+from specbench.report.decision import decision_table, decisions, facts
 from specbench.report.runs import labels
 from tests.report.test_phases import measured
 from tests.support.messages import shown
@@ -13,7 +13,7 @@ from tests.support.samples import ENGINE, NUMBERS, SUMMARY, batched, changed, fa
 from tests.support.synthetic import slowed
 
 
-def run(method: str, speedup: float, low: float, high: float, **changes) -> dict:
+def run(method: str, speedup: float, low: float | None, high: float | None, **changes) -> dict:
     return faster(
         speedup,
         method=method,
@@ -72,6 +72,28 @@ def test_of_a_tree_nodes_and_levels_are_said(changes, words, cell):
 def test_without_a_gain_there_is_none_to_take():
     decision = one(a=run("sps", 1.2, 0.9, 1.5), b=run("pld", 0.8, 0.7, 0.9))
     assert decision.sentence == "Stay with autoregressive decoding: no method is shown to be faster"
+
+
+@pytest.mark.parametrize(
+    ("counts", "had", "a_run"),
+    [((1,), "1 question", "1 question a run"), ((1, 3), "1–3 questions", "1–3 questions a run")],
+)
+def test_without_an_interval_there_is_no_verdict(counts, had, a_run):
+    runs = {f"r{n}": run(f"m{n}", 1.2, None, None, overall__questions=n) for n in counts}
+    decision = one(**runs)
+    assert decision.sentence == (
+        f"No verdict: an interval needs at least 6 questions, these runs have {had}: raise data.limit"
+    )
+    assert a_run in facts(decision)
+    judged = one(**runs, z=run("pld", 0.8, 0.7, 0.9))
+    assert judged.sentence.startswith("Stay with autoregressive decoding")
+
+
+def test_batches_without_an_interval_want_pools_or_repeats():
+    pool = batched(pools=1, speedup_low=None, speedup_high=None)
+    assert one(a=pool).sentence == (
+        "No verdict: an interval needs at least 2 pools, or repeats of one: raise repeats"
+    )
 
 
 def test_a_violation_is_no_alternative_however_fast():
