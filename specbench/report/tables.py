@@ -22,6 +22,7 @@ from specbench.report.cells import (
     share_text,
     speedup_text,
 )
+from specbench.report.phases import FEW
 from specbench.report.runs import (
     Run,
     SkippedRun,
@@ -261,7 +262,17 @@ def runs_of_command(program: str, description: str | None, with_records: bool = 
 
 
 def print_left_out(left_out: Iterable[SkippedRun]) -> None:
-    """Names the runs that no number is taken from, every one."""
+    """Names the runs that no number is taken from, every one; of the unfinished ones a few, or their number."""
+    left_out = list(left_out)
+    unfinished = [item for item in left_out if item.reason.startswith("unfinished")]
+    if len(unfinished) > FEW:
+        left_out = [item for item in left_out if item not in unfinished]
+        print_notes(
+            [
+                f"left out {len(unfinished)} runs without results (failed or unfinished); give the same command again "
+                "to finish one, or delete its folder"
+            ]
+        )
     for item in left_out:
         print_notes([f"left out: {item}"])
 

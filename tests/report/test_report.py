@@ -149,12 +149,21 @@ def test_a_report_is_never_written_into_a_run_that_is_left_out(called, tmp_path)
     assert not (tmp_path / "begun" / "report").exists() and (tmp_path / "report" / "index.html").exists()
 
 
-def test_all_that_is_left_out_is_named_however_much(called, tmp_path, capsys):
+def test_what_is_damaged_is_named_however_much_and_few_unfinished_runs_are(called, tmp_path, capsys):
     write_run(tmp_path / "runs", "good")
     for i in range(15):
-        (write_run(tmp_path / "runs", f"begun_{i:02}") / store.SUMMARY).unlink()
+        (write_run(tmp_path / "runs", f"cut_{i:02}") / store.SUMMARY).write_text("{")
+    begun = [write_run(tmp_path / "runs", f"begun_{i}") / store.SUMMARY for i in range(4)]
+    for summary in begun[1:]:
+        summary.unlink()
     called()
-    assert capsys.readouterr().out.count("left out: begun_") == 15
+    out = capsys.readouterr().out
+    assert out.count("left out: cut_") == 15 and out.count("left out: begun_") == 3
+    begun[0].unlink()
+    called()
+    out = " ".join(capsys.readouterr().out.split())
+    assert out.count("left out: cut_") == 15 and "left out: begun_" not in out
+    assert "left out 4 runs without results (failed or unfinished); give the same command again" in out
 
 
 def test_of_many_runs_those_that_something_is_wrong_with_are_shown_one_by_one(called, tmp_path, capsys):
