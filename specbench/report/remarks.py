@@ -12,11 +12,11 @@ from specbench.measure.metrics.engine import SURPRISE
 from specbench.measure.metrics.statistics import verdict
 from specbench.report.cells import WRONG, equivalence_text, number_text, ratio_text, share_text
 from specbench.report.phases import FEW, different_phases, slow_machine, slow_machines, spread
-from specbench.report.runs import QUOTED, Run, as_text, differing_by_pair, method_label, named
+from specbench.report.runs import QUOTED, Run, as_text, differing_by_pair, labels, method_label, named
 from specbench.system.settings import TOKEN, TYPICAL
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
 
 RANDOM = "random weights: times and sizes are real, acceptance is not"
 EXPANDED = "text and acceptance are those of the embedded family, times and sizes those of the dimensions"
@@ -147,13 +147,25 @@ def settings_line(summary: dict) -> str:
 
 
 def settings_lines(summaries: Iterable[dict]) -> list[str]:
-    """What the settings of several runs are, a line for each kind, with the methods that have it."""
-    methods: dict[str, list[str]] = {}
+    """What the settings of several runs are, a line for each kind, with the methods that have it.
+
+    Of a method whose runs have settings from several sources, the labels of the runs.
+    """
+    summaries = list(summaries)
+    sources: dict[str, set[str | None]] = {}
     for summary in summaries:
-        line = settings_line(summary).partition(":")[0]
-        if line and method_label(summary) not in methods.setdefault(line, []):
-            methods[line].append(method_label(summary))
-    return [f"{line}: {', '.join(names)}" for line, names in sorted(methods.items())]
+        sources.setdefault(method_label(summary), set()).add(summary.get("settings_source"))
+    names: dict[str, dict[str, None]] = {}
+    for summary, label in zip(summaries, labels(summaries)):
+        method = method_label(summary)
+        if kind := settings_line(summary).partition(":")[0]:
+            names.setdefault(kind, {})[method if len(sources[method]) == 1 else label] = None
+    return [f"{kind}: {_listed(of_kind)}" for kind, of_kind in sorted(names.items())]
+
+
+def _listed(names: Collection[str]) -> str:
+    """Names in a row, with semicolons between them where one has commas of its own."""
+    return ("; " if any(", " in name for name in names) else ", ").join(names)
 
 
 def _plain(value: object) -> str:

@@ -131,6 +131,24 @@ def test_captions_say_whose_settings_are_the_published_ones():
     assert "settings" not in shown(tables.overview_table([SUMMARY]), width=200)
 
 
+def test_captions_name_runs_of_a_method_that_has_settings_of_several_kinds():
+    several = [
+        of_source("published", method="mine", settings={"length": 2}),
+        of_source("changed", method="mine", settings={"length": 3}, settings_published={"length": 2}),
+        of_source("changed", method="mine", settings={"length": 4}, settings_published={"length": 2}),
+        of_source("changed", method="bigram"),
+    ]
+    assert remarks.settings_lines(several) == [
+        "published settings: mine, published",
+        "settings changed: mine, length=3; mine, length=4; bigram",
+    ]
+    tuned = [of_source("tuned", pair=pair, settings_tuned_on=pair) for pair in ("tiny", "smollm2-135m")]
+    assert remarks.settings_lines(tuned) == [
+        "settings tuned on smollm2-135m: kangaroo",
+        "settings tuned on tiny: kangaroo",
+    ]
+
+
 SERVED = SUMMARY | {"engine": ENGINE}
 
 
