@@ -132,6 +132,14 @@ FAULTS = (
         ("tests/engines/test_audit.py",),
     ),
     Fault(
+        "the audit holds other programs to what our own passes round",
+        "audit",
+        "specbench/engines/audit.py",
+        "return max(shape_noise(self.target, samples), foreign_noise(self.target, samples)) if samples else 0.0",
+        "return shape_noise(self.target, samples) if samples else 0.0",
+        ("tests/engines/test_audit.py",),
+    ),
+    Fault(
         "the audit forgets the entropy",
         "audit",
         "specbench/measure/likelihood.py",
