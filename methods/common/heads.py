@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from specbench.models.pairs import Pair
 
 
+# Token ids [b, k] of the target and, when they were drawn, the distributions [b, k, vocab] that they were drawn from.
+Chosen = tuple[torch.Tensor, torch.Tensor | None]
 UNTRIMMED = "the drafter's weights score some tokens alone, by a map of their own: set vocab=full"
 
 
@@ -130,7 +132,7 @@ class DraftHead:
         return widened
 
 
-def chosen_at_once(head: DraftHead, logits: torch.Tensor, batch: Batch) -> list[torch.Tensor]:
+def chosen_at_once(head: DraftHead, logits: torch.Tensor, batch: Batch) -> Chosen:
     """Chooses all tokens of drafts whose places were guessed in one pass, each by itself, place by place.
 
     Args:
@@ -139,8 +141,7 @@ def chosen_at_once(head: DraftHead, logits: torch.Tensor, batch: Batch) -> list[
         batch: the running sequences.
 
     Returns:
-        What a `Draft` begins with: token ids [b, k] of the target and, when sampling, their distributions
-        [b, k, vocab_size].
+        What a `Draft` begins with.
     """
     return chosen_in_turn(head, batch, logits.shape[1], lambda place, _: logits[:, place])
 
@@ -151,7 +152,7 @@ def chosen_in_turn(
     k: int,
     after: Callable[[int, torch.Tensor], torch.Tensor],
     candidates: torch.Tensor | None = None,
-) -> list[torch.Tensor]:
+) -> Chosen:
     """Chooses tokens of drafts one after the other, each place's logits corrected by the token in front.
 
     Args:
@@ -170,8 +171,7 @@ def chosen_in_turn(
         among = None if candidates is None else candidates[:, j]
         token, probs = head.choose(after(j, token), batch.decoding, batch.draws(j), among)
         chosen.append((token, probs))
-    tokens, spread = torch.stack([some for some, _ in chosen], dim=1), head.spread([q for _, q in chosen])
-    return [tokens] if spread is None else [tokens, spread]
+    return torch.stack([some for some, _ in chosen], dim=1), head.spread([q for _, q in chosen])
 
 
 def drawable(rows: torch.Tensor) -> torch.Tensor:

@@ -47,10 +47,10 @@ class LayerCache:
         self,
         batch: Batch,
         key: Hashable,
-        function: Callable[..., Sequence[torch.Tensor]],
+        function: Callable[..., Sequence[Any]],
         *inputs: torch.Tensor,
         entries: int,
-    ) -> Sequence[torch.Tensor]:
+    ) -> Sequence[Any]:
         """Runs a function that calls the layers, as `StagedModel.run_batch` with the cache as owner."""
         return self._target.run_batch(batch, self.layout.cache, key, function, *inputs, entries=entries)
 
@@ -58,9 +58,9 @@ class LayerCache:
         self,
         batch: Batch,
         verified: Verified,
-        function: Callable[..., Sequence[torch.Tensor]],
+        function: Callable[..., Sequence[Any]],
         further: int = 0,
-    ) -> Sequence[torch.Tensor]:
+    ) -> Sequence[Any]:
         """Runs a function that feeds the tokens that stay of a draft, over the draft's entries, as `run` does.
 
         A sequence that keeps fewer tokens than another is fed others after its end: the next round writes there.
@@ -75,7 +75,7 @@ class LayerCache:
         n, layers = 1 + max(verified.counts), self._layers
         states = [verified.accepted_states(verified.hidden_states[tap]) for tap in layers.taps]
 
-        def fed(batch: Batch, count: torch.Tensor, *states: torch.Tensor) -> Sequence[torch.Tensor]:
+        def fed(batch: Batch, count: torch.Tensor, *states: torch.Tensor) -> Sequence[Any]:
             return function(batch, count, layers.features(dict(zip(layers.taps, states, strict=True))))
 
         return self.run(batch, ("commit", n), fed, verified.count, *states, entries=n + further)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, cast
 import torch
 
 from methods.common.dynamic_trees import candidate_children, tree_of_marginals
-from methods.common.heads import chosen_at_once, chosen_in_turn, draft_head
+from methods.common.heads import Chosen, chosen_at_once, chosen_in_turn, draft_head
 from methods.common.layer_cache import LayerCache
 from methods.common.rank_trees import likeliest_ids
 from methods.dflash.kinds import INDEPENDENT, MARKOV, METHODS, SELECTOR
@@ -26,6 +26,8 @@ from specbench.system.errors import UserError
 from specbench.system.settings import Count, Probability
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from methods.dflash.model import CandidateSelector, MarkovHead
     from specbench.decoding.model.staged_model import StagedModel
     from specbench.decoding.slots import Slots
@@ -113,7 +115,7 @@ class DFlash(BlockDrafter):
         """Drafts all tokens in one pass."""
         k = batch.max_draft
 
-        def filled(batch: Batch) -> list[torch.Tensor]:
+        def filled(batch: Batch) -> Chosen:
             return chosen_at_once(self.head, self.head.logits(self._states(batch, k)), batch)
 
         drafted = self._layers.run(batch, ("draft", k), filled, entries=self._places)
@@ -208,7 +210,7 @@ class DSpark(BlockDrafter):
         """Drafts all tokens in one pass, and corrects them one after the other."""
         k = batch.max_draft
 
-        def filled(batch: Batch) -> list[torch.Tensor]:
+        def filled(batch: Batch) -> Sequence[torch.Tensor | None]:
             states = self._states(batch, k)
             logits = self.head.logits(states)
             chosen = chosen_in_turn(
@@ -216,18 +218,20 @@ class DSpark(BlockDrafter):
             )
             if not self.threshold:
                 return chosen
-            before = torch.cat([batch.last_tokens(1), chosen[0][:, :-1]], dim=1)
-            return [*chosen, self.model.confidence(states, self._before(before))]
+            tokens, probs = chosen
+            before = torch.cat([batch.last_tokens(1), tokens[:, :-1]], dim=1)
+            return [tokens, probs, self.model.confidence(states, self._before(before))]
 
         chosen = self._layers.run(batch, ("draft", k), filled, entries=self._places)
         read = self._bytes + k * self._step_bytes
         if not self.threshold:
             return Draft(*chosen, bytes_read=read)
-        *chosen, estimates = chosen
+        tokens, probs, estimates = chosen
         counts = (estimates.float().sigmoid() >= self.threshold).long().cumprod(dim=1).sum(dim=1)
         most = int(counts.max())
         candidates = counts if batch.size > 1 else None
-        return Draft(*(part[:, :most] for part in chosen), candidates=candidates, bytes_read=read)
+        probs = None if probs is None else probs[:, :most]
+        return Draft(tokens[:, :most], probs, candidates=candidates, bytes_read=read)
 
 
 class DFlash2(BlockDrafter):
@@ -242,7 +246,7 @@ class DFlash2(BlockDrafter):
         selector = cast("CandidateSelector", self.model.candidate_selector)
         count = min(selector.count, self.head.rows)
 
-        def filled(batch: Batch) -> list[torch.Tensor]:
+        def filled(batch: Batch) -> Chosen:
             states = self._states(batch, k)
             logits = self.head.logits(states)
             rows = likeliest_ids(logits, count).sort(-1).values

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from methods.common.heads import chosen_in_turn
+from methods.common.heads import Chosen, chosen_in_turn
 from methods.eagle.base import EagleDrafter
 from specbench.decoding.drafter import Needs
 from specbench.decoding.state import Batch, Draft
@@ -46,7 +46,7 @@ class Mtp(EagleDrafter):
         """Drafts token by token, each from the output of the one before."""
         k = batch.max_draft
 
-        def chained(batch: Batch, out: torch.Tensor) -> list[torch.Tensor]:
+        def chained(batch: Batch, out: torch.Tensor) -> Chosen:
             def after(j: int, before: torch.Tensor) -> torch.Tensor:
                 nonlocal out
                 if j:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from methods.common.heads import chosen_at_once
+from methods.common.heads import Chosen, chosen_at_once
 from methods.eagle.base import EagleDrafter
 from specbench.decoding.drafter import Needs
 from specbench.decoding.state import Batch, Draft
@@ -69,7 +69,7 @@ class ParallelEagle(EagleDrafter):
         """Chooses all tokens from the outputs of the newest pass."""
         k = batch.max_draft
 
-        def filled(batch: Batch, outputs: torch.Tensor) -> list[torch.Tensor]:
+        def filled(batch: Batch, outputs: torch.Tensor) -> Chosen:
             return chosen_at_once(self.head, self.head.logits(outputs[:, :k]), batch)
 
         drafted = self._layer.run(batch, ("draft", k), filled, self._outputs[: batch.size], entries=0)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from methods.common.heads import StopTracker, draft_head, target_ids
+from methods.common.heads import Chosen, StopTracker, draft_head, target_ids
 from specbench.decoding.drafter import Drafter, Needs
 from specbench.decoding.model.graphs import uncaptured
 from specbench.decoding.model.staged_model import StagedModel
@@ -68,9 +68,9 @@ class SpeculativeSampling(Drafter):
             self._drafted = draft.tokens.shape[1]
             return draft
 
-        def steps(batch: Batch) -> list[torch.Tensor]:
+        def steps(batch: Batch) -> Chosen:
             draft = self._steps(batch, n, k)
-            return [draft.tokens] if draft.probs is None else [draft.tokens, draft.probs]
+            return draft.tokens, draft.probs
 
         drafted = self.model.run_batch(batch, self._layout.cache, ("draft", n, k), steps, entries=k)
         self._drafted = k

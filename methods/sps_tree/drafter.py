@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from methods.common.heads import drawable
+from methods.common.heads import Chosen, drawable
 from methods.common.rank_trees import Level, Path, RankTrees, checked_paths, fill_tree, shaped
 from methods.sps import SpeculativeSampling
 from specbench.decoding.sampling import SamplingParams, sample_inverse_cdf
@@ -79,7 +79,7 @@ class DraftModelTree(SpeculativeSampling):
         n = self._lacking(batch)  # the last token that was accepted may have been a leaf
         self._leaves = [level.leaves for level in levels]
 
-        def filled(batch: Batch) -> list[torch.Tensor]:
+        def filled(batch: Batch) -> Chosen:
             return self._filled(batch, n, tree, levels)
 
         key = ("draft", n, nodes, len(levels))
@@ -88,7 +88,7 @@ class DraftModelTree(SpeculativeSampling):
         read = sum(self._pass_bytes(batch.size * tokens) for tokens in fed)
         return Draft(*drafted, tree=tree, bytes_read=read)
 
-    def _filled(self, batch: Batch, n: int, tree: Tree, levels: list[Level]) -> list[torch.Tensor]:
+    def _filled(self, batch: Batch, n: int, tree: Tree, levels: list[Level]) -> Chosen:
         """Tokens [b, k] and, where they were drawn, the distributions [b, k, vocab]; n tokens are fed first."""
 
         def logits_of(depth: int, tokens: torch.Tensor | None) -> torch.Tensor:
@@ -102,7 +102,7 @@ class DraftModelTree(SpeculativeSampling):
             return self._children(logits, level, batch.decoding, draws)
 
         tokens, probs = fill_tree(levels, logits_of, choose)
-        return [tokens] if probs is None else [tokens, self.head.widen(probs)]
+        return tokens, None if probs is None else self.head.widen(probs)
 
     def commit(self, batch: Batch, verified: Verified) -> None:
         """Moves what the draft model knows of the accepted path after the known tokens."""

@@ -264,10 +264,10 @@ class StagedModel:
         batch: Batch,
         owner: Any,
         key: Hashable,
-        function: Callable[..., Sequence[torch.Tensor]],
+        function: Callable[..., Sequence[Any]],
         *inputs: torch.Tensor,
         entries: int = 0,
-    ) -> Sequence[torch.Tensor]:
+    ) -> Sequence[Any]:
         """Runs a function of a batch; where passes are captured, as one graph with all passes in it.
 
         In a graph the function learns of the batch on the host only its size and how tokens are chosen. All else is on
@@ -277,7 +277,7 @@ class StagedModel:
             batch: the running sequences.
             owner: as in `EagerRunner.run`: what `open` made for this function, a cache as a rule.
             key: likewise.
-            function: of a batch and of the inputs; it returns tensors, and changes nothing but `owner`. What it
+            function: of a batch and of the inputs; it returns tensors or None, and changes nothing but `owner`. What it
                 reads beside its arguments stays the same and where it is for as long as `owner` is there.
             *inputs: tensors that differ from round to round.
             entries: of the cache `owner`, after the known tokens, that its passes may attend to; 0: it attends to
