@@ -18,6 +18,7 @@ from specbench.decoding.model.graphs import Options, set_options, uncaptured
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.state import Draft
 from specbench.decoding.tree import Tree
+from specbench.system.processes import free_memory
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -161,10 +162,13 @@ def foreign_noise(target: StagedModel, samples: list[tuple[list[int], list[int]]
     """As `shape_noise`, between our passes and those of another program with the same weights and dtype.
 
     That is `model_noise`; but without instructions for it a CPU computes a pass in half precision for seconds. There
-    the passes in float32 are what both programs depart from, as far as each other and independently: the distance of
-    two such errors is on average sqrt(2) of one. What goes beyond `NOT_ROUNDING` steps of the dtype is no rounding.
+    the passes in float32, if a copy fits, are what both programs depart from, as far as each other and independently:
+    the distance of two such errors is on average sqrt(2) of one. What goes beyond `NOT_ROUNDING` steps of the dtype is
+    no rounding.
     """
-    if target.device.type != "cpu" or target.dtype == torch.float32:
+    free, copied = free_memory(), 4 * sum(weight.numel() for weight in target.model.parameters())
+    fits = free is None or 2 * copied < free  # with a second copy, in the order of our kernels
+    if target.device.type != "cpu" or target.dtype == torch.float32 or not fits:
         return model_noise(target, samples)
     model = copy.deepcopy(target.model).float()
     set_options(model, Options(graphs=False, compile=False))
