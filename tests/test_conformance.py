@@ -18,7 +18,8 @@ from omegaconf import DictConfig, OmegaConf
 from methods.eqspec import EqSpec
 from methods.exspec import ExSpec
 from methods.ragged import RaggedBatch
-from specbench.config.spec import needs_of
+from specbench.config.checks import check
+from specbench.config.spec import RunSpec, needs_of
 from specbench.data.questions import warmup_questions
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import SamplingParams
@@ -29,6 +30,7 @@ from specbench.measure.arms import BASELINE, METHOD
 from specbench.measure.bench import Bench
 from specbench.measure.runner import prepare
 from specbench.models.pairs import Pair, load_pair
+from specbench.system.errors import UserError
 from specbench.system.paths import packaged
 from tests.support.conf import composed, drafts, inline, is_scheduler, lacks_part, names
 from tests.support.graphs import pretend, replays_by_round
@@ -77,11 +79,17 @@ REPLAYS = {
 def _pairs_are_loaded_once() -> Iterator[None]:
     loaded: dict[tuple, Pair] = {}
 
-    def load(cfg: DictConfig, seed: int, with_draft: bool, width: int | None) -> Pair:
+    def load(
+        cfg: DictConfig,
+        seed: int,
+        with_draft: bool,
+        width: int | None,
+        trimmed: tuple[str, int | None] | None,
+    ) -> Pair:
         key = OmegaConf.to_yaml(cfg), seed, with_draft
         if key not in loaded:
             loaded[key] = load_pair(cfg, seed, with_draft=with_draft)
-        return replace(loaded[key], width=width)  # and drives its models anew
+        return replace(loaded[key], width=width, trimmed=trimmed)  # and drives its models anew
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner, "load_pair", load)
@@ -119,6 +127,26 @@ def bench(method) -> Iterator[Bench]:
     made = prepared(method)
     with closing(made.setup.drafter):
         yield made
+
+
+def test_a_head_is_trimmed_where_the_drafter_says_that_it_can_be(method):
+    """Else `vocab=trim` would be a label alone."""
+    settings = (
+        *inline(method),
+        f"method={method}",
+        f"pair={pair_of(method)}",
+        "vocab=trim",
+        "vocab.size=512",
+    )
+    cfg = composed("bench", *settings, "pair.device=cpu", "generate=false")
+    if not RunSpec.of(cfg).needs.trims:
+        with pytest.raises(UserError, match="has no head to trim"):
+            check(cfg)
+        return
+    assert check(cfg).settings["vocab_size"] == 512
+    made = prepare(cfg).setup.drafter
+    with closing(made):
+        assert getattr(made, "inner", made).head.rows == 512
 
 
 def requests_of(bench: Bench, temperature: float = 0.0, count: int = 2) -> list[Request]:

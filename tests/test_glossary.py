@@ -1,4 +1,4 @@
-"""The names in the code are not those that CONTRIBUTING.md retires."""
+"""The names in the code are not those that docs/glossary.md retires."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from specbench import ROOT
 @cache  # it is asked for each file
 def retired() -> set[str]:
     """The names in the second column of its table."""
-    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\|([^|]+)\|([^|]+)\|$", text.partition("## One word for one thing")[2], re.MULTILINE)
     return {word for _, column in rows for word in re.findall(r"`(\w+)`", column)}
 

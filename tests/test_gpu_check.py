@@ -18,13 +18,14 @@ import torch
 from omegaconf import OmegaConf
 
 from specbench import ROOT
+from specbench.config.spec import RunSpec
 from specbench.models.expansion import embedded
 from tests.benchmarks.gpu import __main__ as check
 from tests.benchmarks.gpu import answers, bundle, figures
 from tests.benchmarks.gpu.figures import Check, Figure, TimeUp
 from tests.benchmarks.gpu.parts import PARTS, Part
 from tests.benchmarks.gpu.report import markdown
-from tests.benchmarks.gpu.settings import method_settings, names, pair_settings
+from tests.benchmarks.gpu.settings import method_settings, names, pair_settings, trimming
 from tests.support.conf import composed, is_hub_id
 
 MISSING = ("hydra", "omegaconf", "antlr4", "greenlet", "wandb", "datasets")
@@ -37,6 +38,7 @@ def test_a_method_is_configured_as_by_hydra(method):
     cfg = composed("bench", f"method={method}", "settings=published")
     OmegaConf.resolve(cfg)
     assert method_settings(method, pair_settings("tiny")) == OmegaConf.to_container(cfg.method)
+    assert trimming(method, pair_settings("tiny")) == RunSpec.of(cfg).trimmed
 
 
 @pytest.mark.one_in(4)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
-from specbench.config.spec import make_drafter, needs_of
+from specbench.config.spec import RunSpec, make_drafter, needs_of
 from specbench.data.question_files import TASKS
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
@@ -123,7 +123,8 @@ def draft_model(part: str | None, dtype: str) -> PreTrainedModel:
 def drafter_of(pair: Pair, method: str) -> Drafter:
     overrides = [f"pair={PAIR}", "settings=published", *inline(method), *SMALLER.get(method, [])]
     cfg = composed("bench", f"method={method}", *overrides)
-    needs = needs_of(cfg.method)
+    spec = RunSpec.of(cfg)
+    needs, pair = spec.needs, replace(pair, trimmed=spec.trimmed)
     if needs.draft_model:
         pair = replace(pair, draft=draft_model(needs.part, str(pair.dtype).removeprefix("torch.")))
     return make_drafter(cfg.method, pair=pair)

@@ -103,14 +103,14 @@ def as_overrides(params: dict) -> list[str]:
 
 
 def threads_of_first(base: DictConfig, study: Any, folder: Path) -> list[str]:
-    """What gives all trials the threads of the first, which chose them by measuring; nothing where they are given."""
+    """What gives all trials on a CPU the threads that the first one chose by measuring; nothing if they are given."""
     runs = [trial.user_attrs[RUN] for trial in study.trials if trial.value is not None]
     if base.threads is not None or not runs:
         return []
     from specbench.report.runs import read_run  # late: pandas takes a second
 
-    threads = read_run(folder / runs[0]).summary.get("threads")
-    return [] if threads is None else [f"threads={threads}"]
+    first = read_run(folder / runs[0]).summary
+    return [f"threads={first['threads']}"] if first["device"] == "cpu" and first.get("threads") else []
 
 
 def score(job: Job) -> tuple[float | None, str | None]:

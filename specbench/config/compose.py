@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import os
 import re
-import shlex
 import sys
 import tempfile
 from contextlib import nullcontext
@@ -297,9 +296,7 @@ def explain(
     if isinstance(error, ConfigCompositionException) and (key := NO_KEY.match(str(error))):
         return unknown_key(key[1], config_name, overrides)
     if isinstance(error, ConfigCompositionException) and (values := AMBIGUOUS.match(str(error))):
-        if config_name != "bench":
-            return f"{values[1]} has several values, and this command takes one"
-        return f"several values are a sweep: use `specbench sweep {shlex.join(overrides)}`"
+        return f"{values[1]} has several values: `specbench sweep` measures each; a list is key=[a,b]"
     if isinstance(error, OverrideParseException) and "=" not in error.override:
         word = error.override
         near = f": did you mean method={word}?" if word in choices_of("method") else ""

@@ -81,12 +81,26 @@ class Bench:
                     errors[q.question_id] = one_line(error)
             if not requests:
                 continue
-            for number, record in self._turn(requests, turn, pool, repeat).items():
+            records, failed = self._tried_turn(requests, turn, pool, repeat)
+            errors |= failed
+            for number, record in records.items():
                 for name in arms:
                     texts[number][name].append(self.setup.pair.decode(record["arms"][name][0]["tokens"]))
                 record["text"] = {name: texts[number][name][-1] for name in (BASELINE, METHOD)}
                 turns[number].append(record)
         return [_record(q, pool, repeat, turns[q.question_id], errors.get(q.question_id)) for q in questions]
+
+    def _tried_turn(
+        self, requests: dict[int, dict[str, Request]], turn: int, pool: int, repeat: int
+    ) -> tuple[dict[int, dict], dict[int, str]]:
+        """As `_turn`, beside the errors by question where it fails: the turns before it count."""
+        try:
+            return self._turn(requests, turn, pool, repeat), {}
+        except JobError:
+            raise
+        except Exception as error:  # noqa: BLE001 - recorded, reported, and the exit code tells
+            _check_device(self.setup.pair.device, error)
+            return {}, dict.fromkeys(requests, one_line(error))
 
     def _turn(
         self, requests: dict[int, dict[str, Request]], turn: int, pool: int, repeat: int

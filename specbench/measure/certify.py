@@ -194,10 +194,12 @@ class Certifier:
 
         It is measured when it is first needed: the first answer that differs waits for it, not the first question.
         """
-        noise = self._noise_of_shapes
+        bounds = [self._noise_of_shapes]
         if self.setup.served is not None:
-            noise = max(noise, self._noise_of_served)
-        return max(noise, self._noise_of_others) if self.setup.served is not None or arm == HF else noise
+            bounds.append(self._noise_of_served)
+        if self.setup.served is not None or arm == HF:
+            bounds.append(self._noise_of_others)
+        return max(bounds)
 
     @cached_property
     def _samples(self) -> list[tuple[list[int], list[int]]]:

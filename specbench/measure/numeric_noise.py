@@ -161,14 +161,12 @@ def model_noise(target: StagedModel, samples: list[tuple[list[int], list[int]]])
 def foreign_noise(target: StagedModel, samples: list[tuple[list[int], list[int]]]) -> float:
     """As `shape_noise`, between our passes and those of another program with the same weights and dtype.
 
-    That is `model_noise`; but without instructions for it a CPU computes a pass in half precision for seconds. There
-    the passes in float32, if a copy fits, are what both programs depart from, as far as each other and independently:
-    the distance of two such errors is on average sqrt(2) of one. What goes beyond `NOT_ROUNDING` steps of the dtype is
-    no rounding.
+    That is `model_noise`. But on a CPU in half precision the model's own forward may take seconds a pass. There a copy
+    of the weights in float32, if it fits in memory, stands for exact arithmetic: each program is taken to be off by as
+    much as ours is, independently, so that the two differ by sqrt(2) of that. The result is at most `NOT_ROUNDING`
+    steps of the dtype at the largest logit.
     """
-    free, copied = free_memory(), 4 * sum(weight.numel() for weight in target.model.parameters())
-    fits = free is None or 2 * copied < free  # with a second copy, in the order of our kernels
-    if target.device.type != "cpu" or target.dtype == torch.float32 or not fits:
+    if not (target.device.type == "cpu" and target.dtype != torch.float32 and _has_exact_copy(target)):
         return model_noise(target, samples)
     model = copy.deepcopy(target.model).float()
     set_options(model, Options(graphs=False, compile=False))
@@ -179,6 +177,13 @@ def foreign_noise(target: StagedModel, samples: list[tuple[list[int], list[int]]
         step = max(step, torch.finfo(target.dtype).eps * logits.abs().max().item())
         largest = max(largest, change(logits, *first_two(target, prompt, answer)))
     return min(2 * math.sqrt(2) * largest, NOT_ROUNDING * step)
+
+
+def _has_exact_copy(target: StagedModel) -> bool:
+    """Whether a model can be had in float32: its weights are plain, and two copies of them fit in memory."""
+    free, copied = free_memory(), 4 * sum(weight.numel() for weight in target.model.parameters())
+    # Two: one of them in the order of our kernels.
+    return not getattr(target.model, "is_quantized", False) and (free is None or 2 * copied < free)
 
 
 def engine_noise(

@@ -329,10 +329,11 @@ def facts(decision: Decision) -> list[str]:
 def setting_key(summary: dict, batches: bool = True) -> tuple[str, ...]:
     """What tells settings apart: all that alternatives share, in words, and what may decide as well.
 
-    The batch size is not in it, unless `batches`.
+    Size and pools of a batch are not in it, unless `batches`.
     """
     shared = {key: summary.get(key) for key in SETTING}
     shared["batch_size"] = batch_size(summary) if batches else None
+    shared["pool"] = summary.get("pool") if batches else None
     shared["dtype"] = remarks.dtype_label(summary)
     words = [
         IN_TITLES[key].format(value)

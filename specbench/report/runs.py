@@ -9,7 +9,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 import pandas as pd
-import yaml
 
 from specbench.config.spec import OWN, POOL, QUESTION
 from specbench.config.tuned import PUBLISHED, TUNED
@@ -89,6 +88,7 @@ DIFFERING = {
 }
 # What comes with others of these: a difference only between runs that agree in them.
 COMES_WITH = {"compiled": ("pair",), "questions_sha256": ("data", "split"), "pool": ("unit",)}
+UNTOLD: dict[str, set] = {"pool": {None}}  # what older runs do not tell, and what is no difference therefore
 QUOTED = {"engine": "our loop", "hf_generate": "transformers generate"}  # what speedups are against
 
 
@@ -237,7 +237,7 @@ def _derived(folder: Path) -> dict:
     """
     try:
         facts, config = read_json(folder / store.FACTS), store.read_config(folder)
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError) as error:
         raise UserError(f"damaged: {store.SUMMARY} cannot be derived ({error})") from error
     if lacking := [*_lacking(facts, FACTS), *_lacking(config, CONFIG)]:
         raise UserError(f"damaged: {store.FACTS} and {store.CONFIG} lack {named(lacking)}")
@@ -419,7 +419,7 @@ def _differing(summaries: list[Mapping], without: Collection[str]) -> list[list[
     What comes with others is a difference only between runs that agree in those: see `COMES_WITH`.
     """
     summaries = [
-        dict(summary) | {"pair": pair, "quoted_against": QUOTED[summary["baseline"]["quoted_against"]]}
+        dict(summary) | {"pair": pair, "quoted_against": _quoted(summary)}
         for summary, pair in zip(summaries, pair_names(summaries))
     ]
     several = [key for key in DIFFERING if key not in without and _differs(key, summaries)]
@@ -439,7 +439,12 @@ def _differs(key: str, summaries: Iterable[Mapping]) -> bool:
     for summary in summaries:
         alike = tuple(summary.get(other) for other in COMES_WITH.get(key, ()))
         values.setdefault(alike, set()).add(summary.get(key))
-    return any(len(of_alike) > 1 for of_alike in values.values())
+    return any(len(of_alike - UNTOLD.get(key, set())) > 1 for of_alike in values.values())
+
+
+def _quoted(summary: Mapping) -> str | None:
+    """What a speedup is against; None of another engine, which is its own baseline."""
+    return None if summary.get("engine") else QUOTED[summary["baseline"]["quoted_against"]]
 
 
 def row_names(runs: list[Run]) -> list[str]:

@@ -40,7 +40,7 @@ PAIRS = ("tiny", "tiny_shallow")
 SINGLE = ("kangaroo", "sps", "pld", "s2d")
 BATCHED = ("exspec", "ragged")
 SETTINGS = [
-    {"max_draft_tokens": tokens, "confidence_threshold": threshold / 10, "vocab_map": None}
+    {"max_draft_tokens": tokens, "confidence_threshold": threshold / 10}
     for tokens in range(1, 9)
     for threshold in range(8)
 ]

@@ -42,7 +42,7 @@ class Case:
         pair_cfg = cfg.pair
         if self.spec.needs.part:
             pair_cfg = with_part(cfg.pair, self.spec.needs.draft_of(cfg.pair))
-        self.pair = load_pair(pair_cfg, 0, with_draft=self.spec.needs.draft_model)
+        self.pair = load_pair(pair_cfg, 0, with_draft=self.spec.needs.draft_model, trimmed=self.spec.trimmed)
         protocol = Protocol(self.pair, SamplingParams(32), "paired", 0, warmup_questions(cfg.data))
         self.requests = protocol.warm_up_requests(32)
         self.make = partial(make_drafter, self.spec.drafter, pair=self.pair)

@@ -339,7 +339,7 @@ def test_a_line_that_is_no_record_is_named(run_dir, line):
 
 
 @pytest.mark.parametrize("name", [store.CODE, store.CONFIG])
-@pytest.mark.parametrize("content", ["", "{", "a: b: c"])
+@pytest.mark.parametrize("content", ["", "{", "a: b: c", "5"])
 def test_a_folder_with_a_damaged_file_is_passed_over(config, name, content):
     damaged = store.find_or_create(config)
     (damaged / name).write_text(content)

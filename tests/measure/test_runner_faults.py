@@ -22,7 +22,7 @@ from specbench.decoding.engine import Engine
 from specbench.decoding.kv_layout import RaggedLayout
 from specbench.decoding.trace import Clock
 from specbench.measure import runner
-from specbench.measure.bench import attempt
+from specbench.measure.bench import Bench, attempt
 from specbench.measure.records import run_folder as store
 from specbench.report import remarks
 from specbench.system.errors import JobError
@@ -141,6 +141,27 @@ def test_a_question_that_fails_is_recorded_and_leaves_the_others_alone(workplace
     assert says(failed[0]["error"], "prompt ... 512")
     assert summary["overall"]["questions"] == len(CATEGORIES) - 1
     assert "question 5 " in capsys.readouterr().err
+
+
+def test_a_wrong_answer_counts_though_a_later_turn_fails(workplace, tmp_path, monkeypatch):
+    def wrong_then_broken(monkeypatch, bench):
+        drop_a_token(monkeypatch, bench)
+        real = Bench._turn
+
+        def until_the_second(self, requests, number, *rest):
+            if number:
+                raise RuntimeError("no memory")
+            return real(self, requests, number, *rest)
+
+        monkeypatch.setattr(Bench, "_turn", until_the_second)
+
+    spoil(monkeypatch, wrong_then_broken)
+    _, summary, records = measured(workplace, "sps", tmp_path, "decoding.max_new_tokens=24")
+    broken = [record for record in records if record["error"]]
+    assert broken and all(record["error"] == "RuntimeError: no memory" for record in broken)
+    assert all(len(record["turns"]) == 1 for record in broken)
+    answers = summary["equivalence"]
+    assert answers["violation"] == answers["answers"] == len(records)
 
 
 def test_what_ends_the_job_is_not_booked_as_a_question_that_failed(workplace, tmp_path, monkeypatch):

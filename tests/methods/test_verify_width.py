@@ -129,6 +129,24 @@ def test_noise_between_ours_and_the_models_forward_is_bounded_by_the_models_own(
 
 
 @pytest.mark.slow
+def test_what_other_programs_round_is_measured_in_float32_where_that_can_be_had(half, monkeypatch):
+    samples = [(request.prompt, list(range(3, 20))) for request in half_requests(half)[:1]]
+    target = StagedModel(half.target)
+    noise = rounding.foreign_noise(target, samples)
+    steps = forced_logits(target, *samples[0], 1).abs().max().item() * torch.finfo(torch.bfloat16).eps
+    assert 0 < noise <= rounding.NOT_ROUNDING * steps * 1.1
+    monkeypatch.setattr(rounding, "model_noise", lambda *given: 7.0)
+    assert rounding.foreign_noise(target, samples) == noise
+    half.target.is_quantized = True  # which no copy turns into floats
+    try:
+        assert rounding.foreign_noise(target, samples) == 7.0
+    finally:
+        del half.target.is_quantized
+    monkeypatch.setattr(rounding, "free_memory", lambda: 1000)
+    assert rounding.foreign_noise(target, samples) == 7.0
+
+
+@pytest.mark.slow
 @needs_kernels
 def test_generate_is_judged_by_the_noise_between_its_forward_and_ours(panels):
     target, warm_up = StagedModel(panels.target), half_requests(panels)[:2]

@@ -14,6 +14,7 @@ from specbench.system.errors import UserError
 from specbench.system.files import write_json
 from tests.support.messages import says
 from tests.support.samples import (
+    ENGINE,
     PROVENANCE,
     SUMMARY,
     batched,
@@ -363,6 +364,11 @@ def test_labels_name_what_runs_differ_in():
     assert labels(sizes, without=("batch_size",)) == ["ar_batch", "ar_batch"]
     pools = [batched("ragged", "sps") | {"pool": pool} for pool in (24, 48)]
     assert labels([*pools, SUMMARY])[:2] == [f"ragged + sps, batch 8, pool={pool}" for pool in (24, 48)]
+    older = batched("ragged", "sps") | {"pool": None}
+    assert labels([older, pools[1] | {"drafter": "pld"}]) == ["ragged + sps", "ragged + pld"]
+    engine = SUMMARY | {"engine": ENGINE}
+    beside = changed(SUMMARY, baseline__quoted_against="hf_generate")
+    assert "against" not in labels([engine, beside])[0]
     against = [changed(SUMMARY, baseline__quoted_against=arm) for arm in ("engine", "hf_generate")]
     assert labels(against) == ["kangaroo, against our loop", "kangaroo, against transformers generate"]
 

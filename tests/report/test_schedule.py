@@ -31,6 +31,10 @@ def test_each_batch_size_has_the_length_of_its_fastest_gain():
     (schedule,) = schedules(runs_of(**BATCHES))
     assert schedule.drafter == "sps" and schedule.lengths == {1: 4, 4: 2, 16: 0}
     assert "batch" not in schedule.setting
+    pooled = {name: one | {"pool": max(48, one["batch_size"])} for name, one in BATCHES.items()}
+    pooled["b"] |= {"pool": None}
+    (again,) = schedules(runs_of(**pooled))
+    assert again.lengths == schedule.lengths
     text = shown(schedule_table(schedule), 120)
     assert "1.30 [1.25, 1.35]" in text and "no gain shown" in text and "2, 4" in text
 

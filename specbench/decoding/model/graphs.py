@@ -11,7 +11,7 @@ import gc
 import threading
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -22,10 +22,8 @@ from specbench.system.errors import JobError, one_line
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator, Sequence
 
-    Function = Callable[..., Sequence[torch.Tensor]]
+    Function = Callable[..., Sequence[torch.Tensor | None]]
 
-P = ParamSpec("P")
-R = TypeVar("R")
 WARM_UPS = 2  # runs in front of a capture, in which libraries choose their kernels and reserve what they need
 HELD_BYTES = 2**32  # that the inputs and outputs of all captured passes of one owner may take
 VERSIONS = 1024  # of one code, that are compiled at most

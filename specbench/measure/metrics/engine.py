@@ -29,8 +29,8 @@ def engine_numbers(records: list[dict], generations: pd.DataFrame, facts: dict) 
     - own_tokens_per_second: of this project's autoregressive decoding.
 
     Args:
-        records: of the journal.
-        generations: their answers, as `generations_frame` gives them.
+        records: of the journal, failed questions included.
+        generations: the answers of the others, as `generations_frame` gives them.
         facts: of the run.
     """
     engine = facts.get("engine")

@@ -106,7 +106,7 @@ def summary(records: list[dict], facts: dict, config: dict) -> dict:
         "processes": len({record["process"] for record in records}),
         **{key: facts[key] for key in OF_FACTS},
         **{key: facts.get(key) for key in OF_NEWER_FACTS},
-        "engine": engine_numbers(records, generations, facts),
+        "engine": engine_numbers(every, generations, facts),
         "likelihood": likelihoods(records),
         "training": facts.get("training", {}),
         "trained_weights": facts.get("trained_weights", {}),

@@ -179,6 +179,8 @@ def _difference(run_dir: Path, config: dict, code: dict) -> str | None:
     try:
         before = read_json(run_dir / CODE)
     except ValueError:
+        before = None
+    if not isinstance(before, dict):
         return f"its {CODE} is damaged"
     if any(before.get(key) != code[key] for key in ("source_sha256", "method_sha256")):
         return "the code has changed since"

@@ -67,10 +67,15 @@ def pair_settings(name: str, **changes: Any) -> Settings:
 
 def method_settings(name: str, pair: Settings, group: str = "method", **changes: Any) -> dict[str, Any]:
     """A method's or drafter's configuration for a pair, with changes."""
-    own, chosen = read(group, name)
-    own |= changes
-    vocab = read("vocab", chosen.get("vocab", "full"))[0]
-    return {key: _resolved(value, own, pair, vocab) for key, value in own.items()}
+    own = read(group, name)[0] | changes
+    return {key: _resolved(value, own, pair) for key, value in own.items()}
+
+
+def trimming(name: str, pair: Settings) -> tuple[str, int | None] | None:
+    """What the head of a method's drafter is trimmed to, as in `Pair`."""
+    vocab = read("vocab", read("method", name)[1].get("vocab", "full"))[0]
+    vocab_map = _resolved(vocab["map"], vocab, pair)
+    return None if vocab_map is None else (vocab_map, vocab["size"])
 
 
 class Loaded:
@@ -90,7 +95,7 @@ class Loaded:
         """The drafter of a method, with changes of its configuration."""
         group = method_settings(name, self.cfg, **changes)
         needs = needs_of(group)
-        pair = self.pair
+        pair = replace(self.pair, trimmed=trimming(name, self.cfg))
         if needs.draft_model and needs.part is not None:  # a trained part is the draft model
             own = self._part(self.cfg.parts[needs.part])
             pair = replace(pair, draft=own.target, draft_expansion=own.expansion)
@@ -126,14 +131,12 @@ def _of_the_model(value: Any, own: dict) -> Any:
     return yaml.safe_load(one[3]) if own[one[1]] == one[2] else None
 
 
-def _resolved(value: Any, own: dict, pair: Settings, vocab: dict) -> Any:
+def _resolved(value: Any, own: dict, pair: Settings) -> Any:
     """A value without `${...}`."""
     if not (isinstance(value, str) and value.startswith("${")):
         return value
     if part := re.fullmatch(r"\$\{oc\.select:pair\.parts\.(\w+),null\}", value):
         return pair.parts.get(part[1])
-    if key := re.fullmatch(r"\$\{vocab\.(\w+)\}", value):
-        return _resolved(vocab[key[1]], own, pair, vocab)
     if choice := re.fullmatch(r"\$\{choice:(\w+),\$\{\.(\w+)\}\}", value):
         name = own[choice[2]]
         return method_settings(name, pair, choice[1] if name == "none" else "method")
