@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import sys
 from collections import Counter
@@ -231,7 +232,7 @@ def test_agreement_is_counted_at_every_place(eagle):
 
 def test_weights_of_the_target_are_not_the_drafters():
     """A drafter may hold the target; a bias of it that is zero throughout is how it was made."""
-    pair = random_pair("qwen2")
+    pair = copy.deepcopy(random_pair("qwen2"))  # which others use as it is
     drafter = Drafter()
     drafter.target = pair.staged
     with torch.no_grad():

@@ -54,14 +54,22 @@ def test_what_rounds_otherwise_is_drawn_and_another_temperature_is_none(temperat
     assert (abs(errors_of([blind])) > SURPRISE) == (bool(said) or temperature == 0.02)
 
 
-@pytest.mark.parametrize(("dtype", "noise"), [(torch.float32, 0.0), (torch.bfloat16, 0.25)])
-def test_half_precision_is_judged_within_the_noise_of_the_run(monkeypatch, dtype, noise):
+@pytest.mark.parametrize(
+    ("dtype", "served", "noise"),
+    [
+        (torch.float32, None, 0.0),
+        (torch.float32, "another engine", 0.0),
+        (torch.bfloat16, None, 0.25),
+        (torch.bfloat16, "another engine", 0.6),
+    ],
+)
+def test_half_precision_is_judged_within_the_noise_of_the_run(monkeypatch, dtype, served, noise):
     given = []
     monkeypatch.setattr(certify, "likelihood", lambda *arguments: given.append(arguments[-1]))
     pair = random_pair("llama")
-    setup = SimpleNamespace(target=SimpleNamespace(dtype=dtype), pair=pair)
+    setup = SimpleNamespace(target=SimpleNamespace(dtype=dtype), pair=pair, served=served)
     certifier = certify.Certifier(setup, None)
-    certifier.__dict__["_noise_of_shapes"] = 0.25
+    certifier.__dict__ |= {"_noise_of_shapes": 0.25, "_noise_of_served": 0.1, "_noise_of_others": 0.6}
     certifier.likelihood(Request([3, 9], SamplingParams(4, 0.5)), [5, 6])
     assert given == [noise]
 
