@@ -67,8 +67,8 @@ FAULTS = (
         "an estimate of acceptance sees the token that it is of",
         "sampling",
         "methods/dflash/drafter.py",
-        "before = torch.cat([batch.last_tokens(1), chosen[0][:, :-1]], dim=1)",
-        "before = chosen[0]",
+        "before = torch.cat([batch.last_tokens(1), tokens[:, :-1]], dim=1)",
+        "before = tokens",
         ("tests/methods/test_dflash.py",),
     ),
     Fault(
