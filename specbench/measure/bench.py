@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,8 @@ from specbench.measure.certify import worst
 from specbench.system.errors import JobError, one_line
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
     import torch
 
     from specbench.data.question_files import Question
@@ -52,7 +55,8 @@ class Bench:
     def measure(self, questions: list[Question], pool: int, repeat: int = 0) -> list[dict]:
         """Measures some questions, which a batch method answers together.
 
-        A question whose prompt cannot be made or does not fit fails alone; everything else is raised.
+        A question whose prompt cannot be made or does not fit fails alone; a turn that fails does so for all of them.
+        What was answered before counts.
 
         Args:
             questions: to ask.
@@ -73,34 +77,19 @@ class Bench:
             for q in questions:
                 if q.question_id in errors or len(q.turns) <= turn:
                     continue
-                try:
+                with _noting(errors, [q.question_id], self.setup.pair.device):
                     requests[q.question_id] = {
                         name: self.protocol.request(q, texts[q.question_id], name, repeat) for name in arms
                     }
-                except Exception as error:  # noqa: BLE001 - recorded, reported, and the exit code tells
-                    errors[q.question_id] = one_line(error)
-            if not requests:
-                continue
-            records, failed = self._tried_turn(requests, turn, pool, repeat)
-            errors |= failed
+            records: dict[int, dict] = {}
+            with _noting(errors, requests, self.setup.pair.device):
+                records = self._turn(requests, turn, pool, repeat) if requests else {}
             for number, record in records.items():
                 for name in arms:
                     texts[number][name].append(self.setup.pair.decode(record["arms"][name][0]["tokens"]))
                 record["text"] = {name: texts[number][name][-1] for name in (BASELINE, METHOD)}
                 turns[number].append(record)
         return [_record(q, pool, repeat, turns[q.question_id], errors.get(q.question_id)) for q in questions]
-
-    def _tried_turn(
-        self, requests: dict[int, dict[str, Request]], turn: int, pool: int, repeat: int
-    ) -> tuple[dict[int, dict], dict[int, str]]:
-        """As `_turn`, beside the errors by question where it fails: the turns before it count."""
-        try:
-            return self._turn(requests, turn, pool, repeat), {}
-        except JobError:
-            raise
-        except Exception as error:  # noqa: BLE001 - recorded, reported, and the exit code tells
-            _check_device(self.setup.pair.device, error)
-            return {}, dict.fromkeys(requests, one_line(error))
 
     def _turn(
         self, requests: dict[int, dict[str, Request]], turn: int, pool: int, repeat: int
@@ -135,17 +124,27 @@ class Bench:
 
 def attempt(bench: Bench, questions: list[Question], pool: int, repeat: int = 0) -> list[dict]:
     """Measures some questions together; whatever goes wrong with them is recorded, and leaves the others alone."""
-    try:
+    errors: dict[int, str] = {}
+    with _noting(errors, [question.question_id for question in questions], bench.setup.pair.device):
         records = bench.measure(questions, pool, repeat)
-    except JobError:
-        raise
-    except Exception as error:  # noqa: BLE001 - recorded, reported, and the exit code tells
-        _check_device(bench.setup.pair.device, error)
-        records = [_record(question, pool, repeat, [], one_line(error)) for question in questions]
+    if errors:
+        records = [_record(one, pool, repeat, [], errors[one.question_id]) for one in questions]
     for record in records:
         if record["error"] is not None:
             tqdm.write(f"question {record['question_id']} failed: {record['error']}", file=sys.stderr)
     return records
+
+
+@contextmanager
+def _noting(errors: dict[int, str], numbers: Iterable[int], device: torch.device) -> Iterator[None]:
+    """What goes wrong within is noted for these questions and leaves others alone, unless nothing can go on."""
+    try:
+        yield
+    except JobError:
+        raise
+    except Exception as error:  # noqa: BLE001 - recorded, reported, and the exit code tells
+        _check_device(device, error)
+        errors.update(dict.fromkeys(numbers, one_line(error)))
 
 
 def _check_device(device: torch.device, met: Exception) -> None:
