@@ -142,15 +142,9 @@ def fill(folder: str | Path, what: str, model: torch.nn.Module, state: Mapping[s
     model.load_state_dict(state)
 
 
-def ready(model: Module, device: torch.device, dtype: torch.dtype) -> Module:
-    """A trained part that only drafts from now on: on its device, without gradients, its linear layers packed.
-
-    Args:
-        model: with its weights, those of an expanded target's part included.
-        device: of the part.
-        dtype: of its parameters.
-    """
-    place_weights(model, device, dtype)
+def ready(model: Module, target: StagedModel) -> Module:
+    """A trained part that only drafts from now on: as its target is stored, without gradients, linear layers packed."""
+    place_weights(model, target.device, target.dtype)
     model.eval().requires_grad_(False)
     pack_linears(model)
     return model

@@ -117,7 +117,7 @@ def load_blocks(folder: str | Path, target: StagedModel, expansion: Expansion | 
         )
     if expansion is not None:
         model = _expanded(model.float(), target, expansion)
-    model = ready(model, target.device, target.dtype)
+    model = ready(model, target)
     model.join()
     return model
 

@@ -66,7 +66,7 @@ def load_eagle(
     fill(folder, WHAT, model, state)
     if expansion is not None:
         model = _expanded(model.float(), target, expansion)
-    return ready(model, target.device, target.dtype), settings
+    return ready(model, target), settings
 
 
 def save_eagle(model: EagleModel, folder: str | Path, dtype: torch.dtype, **notes: Any) -> None:

@@ -120,7 +120,7 @@ def load_eagle3(
     fill(folder, WHAT, model, state)
     if expansion is not None:
         model = _expanded(model.float(), target, expansion)
-    return ready(model, target.device, target.dtype)
+    return ready(model, target)
 
 
 def save_eagle3(model: Eagle3Model, folder: str | Path, dtype: torch.dtype, **figures: Any) -> None:

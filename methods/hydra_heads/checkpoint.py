@@ -112,7 +112,7 @@ def load_heads(
     _fill(folder, heads, state)
     if expansion is not None:
         heads = _expanded(folder, heads, target, expansion)
-    return ready(heads, target.device, target.dtype), settings
+    return ready(heads, target), settings
 
 
 def _names(prefixed: bool, i: int, layers: int) -> tuple[list[str], str]:

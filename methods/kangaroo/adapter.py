@@ -109,7 +109,7 @@ def load_adapter(folder: str | Path, target: StagedModel, expansion: Expansion |
     fill(folder, WHAT, adapter, state)
     if expansion is not None:
         adapter = _expanded(adapter.float(), target, expansion)
-    return ready(adapter, target.device, target.dtype)
+    return ready(adapter, target)
 
 
 def _expanded(adapter: Adapter, target: StagedModel, expansion: Expansion) -> Adapter:

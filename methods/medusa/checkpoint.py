@@ -87,7 +87,7 @@ def load_heads(
         )
         heads = wide
     ids = None if ids is None else ids.to(target.device)
-    return ready(heads, target.device, target.dtype), settings, ids
+    return ready(heads, target), settings, ids
 
 
 def save_heads(heads: MedusaHeads, folder: str | Path, dtype: torch.dtype, **notes: Any) -> None:

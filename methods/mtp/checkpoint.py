@@ -99,7 +99,7 @@ def load_mtp(folder: str | Path, target: StagedModel, expansion: Expansion | Non
     fill(folder, WHAT, model, state)
     if expansion is not None:
         model = _expanded(model.float(), target)
-    return ready(model, target.device, target.dtype)
+    return ready(model, target)
 
 
 def save_mtp(model: MtpModel, folder: str | Path, dtype: torch.dtype, **figures: Any) -> None:

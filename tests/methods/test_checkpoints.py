@@ -70,7 +70,8 @@ def test_a_head_that_is_no_copy_stays():
 
 
 def test_a_part_that_is_ready_has_no_gradients_and_packed_products():
-    part = ready(torch.nn.Sequential(torch.nn.Linear(4, 3)), torch.device("cpu"), torch.bfloat16)
+    like = SimpleNamespace(device=torch.device("cpu"), dtype=torch.bfloat16)
+    part = ready(torch.nn.Sequential(torch.nn.Linear(4, 3)), like)
     assert not part.training and isinstance(part[0], PackedLinear)
     assert all(not weight.requires_grad and weight.dtype == torch.bfloat16 for weight in part.parameters())
 
