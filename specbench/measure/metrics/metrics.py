@@ -294,7 +294,6 @@ METRICS = {
     "alignment_share": Metric(alignment_share, POOL),
     "stats": Metric(lambda m: stats_of(m.spec.owners, m.rounds)),
     "distinct_4grams": Metric(lambda m: distinct_ngrams(m.records)),
-    "equivalence": Metric(lambda m: equivalence(m.records)),
 }
 
 
