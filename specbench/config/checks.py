@@ -233,7 +233,8 @@ def check_method(cfg: DictConfig) -> RunSpec:
             f"method {name} drafts by itself: set drafter=none, or method=ragged drafter={cfg.drafter.name}"
         )
 
-    needs, (inner, takes) = spec.needs, innermost(group, what, takes)
+    inner, takes = innermost(group, what, takes)  # first: its class says what it needs
+    needs = spec.needs
     check_pair_keys(cfg.pair, needs.part)
     check_memory(what, group, inner, takes)
     if needs.draft_model and needs.part is None and cfg.pair.draft is None:

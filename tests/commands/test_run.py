@@ -160,6 +160,7 @@ def test_a_method_of_the_user(monkeypatch, capfd, tmp_path, lines, arguments, me
         (["method=sps", "+method.vocab_size=512"], "method.vocab_size is no setting of its own: set vocab=trim"),
         (["method=pld", "+method.vocab_map=here"], "method.vocab_map is no setting of its own"),
         (["method=samd", "method.auxiliary=sps", "+method.drafter.vocab_size=9"], "method.drafter.vocab_size"),
+        (["method=samd", "method.auxiliary=sps", "+method.drafter.gamma=9"], "conf/method/NAME.yaml has no _target_"),
         (["batch_size=4", "method=sps"], "method=ragged drafter=sps batch_size=4"),
         (["method=oracle", "method.cost_of=spss"], "unknown drafter 'spss' ... sps"),
         (["method=oracle", "method.cost_of=oracle"], "oracle cannot wrap oracle"),
