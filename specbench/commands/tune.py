@@ -198,7 +198,7 @@ def study_folder(base: DictConfig, space: str) -> Path:
     for name in models:
         if is_hub_id(pair[name]):  # its commit is known then
             fetch_small_files(pair[name], pair[f"{name}_revision"], pair.gated)
-    weights = provenance.weights(values.plain(pair), spec.drafter, spec.engine)
+    weights = provenance.weights(values.plain(pair), spec.drafting, spec.engine)
     # Not of a package, whose checksums the configuration has: it may not be fetched yet.
     used = {
         name: one

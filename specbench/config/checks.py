@@ -216,7 +216,6 @@ def check_method(cfg: DictConfig) -> RunSpec:
     from specbench.decoding.drafter import Drafter
     from specbench.decoding.scheduler import Scheduler  # late: a misspelt name need not wait for torch
 
-    check_not_trimmed(cfg)
     cls = located(cfg.method, "method", Drafter, Scheduler)
     spec = RunSpec.of(cfg, unit_of(cls))
     *_, (what, group) = spec.groups.items()
@@ -433,17 +432,6 @@ def check_memory(what: str, group: Mapping, inner: Mapping, takes: dict) -> None
             raise UserError(
                 f"{what}.{key}={group[key]}: what {group['name']} wraps ({inner['name']}) keeps nothing between answers"
             )
-
-
-def check_not_trimmed(cfg: DictConfig) -> None:
-    """Raises UserError for a method or drafter that names what its head is trimmed to, which `vocab` alone does."""
-    for what in ("method", "drafter"):
-        for group, name in ((cfg[what], what), (cfg[what].get(WRAPPED) or {}, f"{what}.{WRAPPED}")):
-            for key in values.TRIMMING:
-                if key in group:
-                    raise UserError(
-                        f"{name}.{key} is no setting of its own: set vocab=trim, and vocab.map or vocab.size"
-                    )
 
 
 def check_vocab(cfg: DictConfig, what: str, name: str, trims: bool) -> None:

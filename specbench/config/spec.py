@@ -26,16 +26,18 @@ class RunSpec:
     """A drafter, and a scheduler where sequences are decoded together.
 
     Attributes:
-        drafter: configuration of what drafts, resolved; with `vocab_map` and `vocab_size` where its head is trimmed.
+        drafter: configuration of what drafts, resolved.
         scheduler: of what chooses the sequences of a round; None: one sequence at a time.
         batch_size: sequences of a round; 1 without a scheduler.
         engine: configuration of another engine, which then drafts as the drafter is called; None: this project decodes.
+        trimmed: as in `models.pairs.Pair`.
     """
 
     drafter: Mapping[str, Any]
     scheduler: Mapping[str, Any] | None = None
     batch_size: int = 1
     engine: Mapping[str, Any] | None = None
+    trimmed: tuple[str, int | None] | None = None
 
     @classmethod
     def of(cls, config: Mapping, unit: str | None = None) -> RunSpec:
@@ -49,10 +51,11 @@ class RunSpec:
             unit = unit_of(pkgutil.resolve_name(config["method"]["_target_"]))
         method = values.plain(config["method"])
         served = other_engine(config)
+        vocab = config.get("vocab") or {}  # of an older folder the drafter itself names a map
+        trimmed = None if vocab.get("map") is None else (vocab["map"], vocab["size"])
         if unit == QUESTION:
-            return cls(method | _trimming(config), engine=served)
-        drafter = values.plain(config["drafter"])
-        return cls(drafter | _trimming(config), method, config["batch_size"], served)
+            return cls(method, engine=served, trimmed=trimmed)
+        return cls(values.plain(config["drafter"]), method, config["batch_size"], served, trimmed)
 
     @property
     def unit(self) -> str:
@@ -72,19 +75,19 @@ class RunSpec:
         return needs_of(self.drafter)
 
     @property
-    def trimmed(self) -> tuple[str, int | None] | None:
-        """As in `models.pairs.Pair`."""
-        vocab_map, size = (self.drafter.get(key) for key in values.TRIMMING)
-        return None if vocab_map is None else (vocab_map, size)
+    def drafting(self) -> dict[str, Any]:
+        """The drafter's configuration, and what its head is trimmed to as settings of it."""
+        return dict(self.drafter) | dict(zip(values.TRIMMING, self.trimmed or ()))
 
     @property
     def settings(self) -> dict[str, Any]:
         """What a user sets of the method, and of a scheduler's drafter as `drafter.NAME`; of an engine in its words."""
         if not self.is_own_code:
             return values.flat(self._in_its_words)
+        *_, last = self.groups
         return {
             key_of(group, name): value
-            for group, chosen in self.groups.items()
+            for group, chosen in (self.groups | {last: self.drafting}).items()
             for name, value in values.settings(chosen).items()
         }
 
@@ -124,12 +127,6 @@ class RunSpec:
             except (ImportError, AttributeError):
                 continue
         return classes
-
-
-def _trimming(config: Mapping) -> dict[str, Any]:
-    """What a drafter's head is trimmed to, as settings of it; of an older folder the drafter has them itself."""
-    vocab = config.get("vocab") or {}
-    return {} if vocab.get("map") is None else dict(zip(values.TRIMMING, (vocab["map"], vocab["size"])))
 
 
 def needs_of(group: Mapping) -> Needs:

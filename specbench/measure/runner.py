@@ -98,7 +98,7 @@ def prepare(cfg: DictConfig, scheduler: Scheduler | None = None) -> Bench:
         protocol,
         Conductor(setup, None if drafter.exclusive else cfg.slice_seconds, cfg.remeasure),
         Certifier(setup, protocol),
-        provenance.trained(pair_cfg, spec.drafter, needs.draft_model) | warm_record(spec.drafter, pair),
+        provenance.trained(pair_cfg, spec.drafting, needs.draft_model) | warm_record(spec.drafter, pair),
         provenance.trained_weights(spec.drafter),
     )
 
@@ -245,7 +245,7 @@ class Job:
         earlier = read_json(path) if path.exists() else {}
         chosen = choose(bench, self.cfg, earlier)
         config, questions = OmegaConf.to_container(self.cfg), find_questions_file(self.cfg.data)
-        collected = provenance.collect(config, setup.spec.drafter, questions)
+        collected = provenance.collect(config, setup.spec.drafting, questions)
         chosen |= make_ready(bench, self.cfg, earlier, self.questions)
         if chosen["unfit"]:
             print(f"this machine is not fit for measuring now: {'; '.join(chosen['unfit'])}", file=sys.stderr)

@@ -60,7 +60,7 @@ NAMES: dict[Any, str] = {
 
 # What a group may hold beside parameters of the method or drafter: names, and defaults of keys at the top.
 NO_PARAMETERS = ("name", "_target_", "batch_size", "repeats", "vocab")
-TRIMMING = ("vocab_map", "vocab_size")  # settings of a drafter that are the pair's to it: see `Pair.trimmed`
+TRIMMING = ("vocab_map", "vocab_size")  # what summaries call the two parts of `Pair.trimmed`
 WRAPPED = "drafter"  # of a drafter around another one: that one's configuration
 # decoding.verification: how drafts are verified. The last one is lossy: a control that the certificate must find.
 TOKEN, BLOCK, TYPICAL = "token", "block", "typical"
@@ -70,7 +70,7 @@ LEARNS = ("memory", "run")  # the setting, and its value, of a drafter that goes
 
 def parameters(group: Mapping) -> dict:
     """What a method or drafter is made with, of its configuration."""
-    return {key: value for key, value in group.items() if key not in (*NO_PARAMETERS, *TRIMMING)}
+    return {key: value for key, value in group.items() if key not in NO_PARAMETERS}
 
 
 def settings(group: Mapping) -> dict:

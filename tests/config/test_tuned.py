@@ -14,7 +14,7 @@ from specbench.config import checks
 from specbench.config.compose import compose_arguments, tuned_on
 from specbench.config.tuned import settings_source
 from specbench.measure.metrics import summary as metrics
-from specbench.system.settings import TRIMMING, parameters
+from specbench.system.settings import parameters
 from tests.support import conf
 from tests.support.commands import run_main
 from tests.support.synthetic import CONFIG, FACTS, answered
@@ -235,9 +235,10 @@ MTP = ["method=mtp", "pair=smollm2-135m"]  # tuned: one token, a trimmed head
 )  # fmt: skip
 def test_tuned_settings_choose_a_vocabulary_and_vocab_wins(overrides, vocab, source, published):
     cfg = composed(*overrides)
-    drafter = checks.check(cfg).drafter
-    trimming = {"vocab_map": cfg.vocab.map, "vocab_size": cfg.vocab.size} if vocab == "trim" else {}
-    assert cfg.vocab.name == vocab and {key: drafter[key] for key in TRIMMING if key in drafter} == trimming
+    trimmed = checks.check(cfg).trimmed
+    assert cfg.vocab.name == vocab and trimmed == (
+        (cfg.vocab.map, cfg.vocab.size) if vocab == "trim" else None
+    )
     assert (cfg.settings_source.source, cfg.settings_source.published) == (source, published)
 
 

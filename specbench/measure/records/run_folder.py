@@ -89,7 +89,7 @@ def is_measured(run_dir: Path, config: Mapping) -> bool:
     from specbench.measure.machine import provenance  # late: the hub's client takes a second
 
     spec = RunSpec.of(config, read_json(run_dir / FACTS)["unit"])
-    now = {"weights": provenance.weights(config["pair"], spec.drafter, spec.engine)}
+    now = {"weights": provenance.weights(config["pair"], spec.drafting, spec.engine)}
     return not provenance.differences(read_json(run_dir / PROVENANCE), now, ["weights"])
 
 
