@@ -194,11 +194,11 @@ class Filters:
         return None
 
 
-def loop_start(ids: Sequence[int], n: int = 4) -> int | None:
-    """Tokens in front of the first `LOOP` n-grams in a row that occurred before; None where a text has no such run."""
+def loop_start(ids: Sequence[int]) -> int | None:
+    """Tokens in front of the first `LOOP` 4-grams in a row that occurred before; None where a text has no such run."""
     seen: set[tuple[int, ...]] = set()
     repeated = 0
-    for end, ngram in enumerate(ngrams(ids, n), n):
+    for end, ngram in enumerate(ngrams(ids, 4), 4):
         repeated = repeated + 1 if ngram in seen else 0
         if repeated == LOOP:
             return end - LOOP

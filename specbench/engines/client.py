@@ -18,6 +18,7 @@ DONE = "[DONE]"
 # HTTP's codes from 400 to below 500 refuse a request; all others than 200 are a failure of the server.
 BAD_REQUEST, TOO_MANY, FAILED = 400, 429, 500
 SHOWN = 200  # characters of what a server says of an error
+READY_SECONDS = 2.0  # to wait for a word of whether it is ready
 
 
 class EngineError(Exception):
@@ -70,9 +71,9 @@ def events(url: str, path: str, body: Mapping, timeout: float) -> Iterator[tuple
             raise EngineError(f"{path} broke off: {type(error).__name__} {error}".rstrip()) from error
 
 
-def is_ready(url: str, path: str, timeout: float = 2.0) -> bool:
-    """Whether a server answers a request for a path with 200."""
-    with closing(_connection(url, timeout)) as connection:
+def is_ready(url: str, path: str) -> bool:
+    """Whether a server answers a request for a path with 200, in time."""
+    with closing(_connection(url, READY_SECONDS)) as connection:
         try:
             connection.request("GET", _at(url, path))
             return connection.getresponse().status == http.client.OK

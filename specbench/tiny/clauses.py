@@ -112,11 +112,11 @@ class Writer:
     def __init__(self, lexicon: Lexicon, rng: random.Random, topic: int, register: int) -> None:
         self.lexicon, self.rng, self.topic, self.register = lexicon, rng, topic, register
 
-    def phrase(self, noun: Noun, bare: float = 0.35) -> Phrase:
-        """A phrase with `noun` as its head; without adjective with probability `bare`."""
+    def phrase(self, noun: Noun) -> Phrase:
+        """A phrase with `noun` as its head, two times in three with an adjective."""
         rng = self.rng
         adjective = None
-        if rng.random() >= bare:
+        if rng.random() >= 0.35:
             adjective = self.lexicon.adjective(rng, noun, self.topic, self.register)
         return Phrase(noun, adjective, rng.random() < 0.25, rng.random() < 0.7)
 

@@ -70,10 +70,9 @@ def agreement(model: LlamaForCausalLM, prompt: list[int], answer: list[int]) -> 
     return logits.argmax(-1) == ids[0, len(prompt) :]
 
 
-def loops(answer: list[int], width: int = 4, times: int = 3) -> bool:
-    """Whether the same `width` tokens in a row come `times` times or more."""
-    seen = Counter(ngrams(answer, width))
-    return max(seen.values(), default=0) >= times
+def loops(answer: list[int]) -> bool:
+    """Whether the same four tokens in a row come three times or more."""
+    return max(Counter(ngrams(answer, 4)).values(), default=0) >= 3
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from specbench.tiny.lexicon import Lexicon, Zipf, article, mix, pick_near_equal, plural
 
-KINDS = ("person", "town", "guild", "substance")
+KINDS = {"person": 60, "town": 40, "guild": 30, "substance": 30}  # entities of each
 
 
 @dataclass(frozen=True)
@@ -23,15 +23,15 @@ class Entity:
 class Facts:
     """All entities, drawn by popularity."""
 
-    def __init__(self, lexicon: Lexicon, counts: tuple[int, int, int, int] = (60, 40, 30, 30)) -> None:
+    def __init__(self, lexicon: Lexicon) -> None:
         self.lexicon = lexicon
         makers = (self._person, self._town, self._guild, self._substance)
         taken: set[str] = set()
         self.by_kind: dict[str, Zipf] = {}
-        for kind, maker, count in zip(KINDS, makers, counts, strict=True):
+        for number, (maker, (kind, count)) in enumerate(zip(makers, KINDS.items(), strict=True)):
             entities = []
             while len(entities) < count:
-                rng = random.Random(mix(lexicon.seed, 7, KINDS.index(kind), len(entities), len(taken)))
+                rng = random.Random(mix(lexicon.seed, 7, number, len(entities), len(taken)))
                 entity = maker(rng)
                 fresh = entity.name not in taken
                 taken.add(entity.name if fresh else f"{entity.name}#{len(taken)}")
@@ -47,7 +47,7 @@ class Facts:
 
     def draw(self, rng: random.Random, kind: str | None = None) -> Entity:
         """An entity; without a `kind` one of a kind that is drawn as well."""
-        return self.by_kind[kind or rng.choices(KINDS, weights=(4, 3, 2, 1))[0]].draw(rng)
+        return self.by_kind[kind or rng.choices([*KINDS], weights=(4, 3, 2, 1))[0]].draw(rng)
 
     def near(self, entity: Entity) -> Entity:
         """The next entity of the same kind: what an answer about `entity` also mentions."""

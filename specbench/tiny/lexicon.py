@@ -114,16 +114,7 @@ class Zipf:
 class Lexicon:
     """All words of one world, made from one seed."""
 
-    def __init__(
-        self,
-        seed: int,
-        nouns: int = 220,
-        verbs: int = 90,
-        adjectives: int = 90,
-        adverbs: int = 32,
-        people: int = 2000,
-        places: int = 1000,
-    ) -> None:
+    def __init__(self, seed: int) -> None:
         self.seed = seed
         self._rng = random.Random(mix(seed, 1))
         self._taken: set[str] = {
@@ -134,12 +125,12 @@ class Lexicon:
             *(form for verb in english.VERBS for form in verb.split("/")),
             *english.FREQUENT,
         }
-        self.nouns = [self._noun(i) for i in range(nouns)]
-        self.verbs = [self._verb(i) for i in range(verbs)]
-        self.adjectives = self._modifiers(english.ADJECTIVES, adjectives, _ADJ_ENDINGS)
-        self.adverbs = self._modifiers(english.ADVERBS, adverbs, ("ly", "ly", "ward"))
-        self.people = [self._word(2, _NAME_ENDINGS).capitalize() for _ in range(people)]
-        self.places = [self._word(1, _PLACE_ENDINGS).capitalize() for _ in range(places)]
+        self.nouns = [self._noun(i) for i in range(220)]
+        self.verbs = [self._verb(i) for i in range(90)]
+        self.adjectives = self._modifiers(english.ADJECTIVES, 90, _ADJ_ENDINGS)
+        self.adverbs = self._modifiers(english.ADVERBS, 32, ("ly", "ly", "ward"))
+        self.people = [self._word(2, _NAME_ENDINGS).capitalize() for _ in range(2000)]
+        self.places = [self._word(1, _PLACE_ENDINGS).capitalize() for _ in range(1000)]
         self.person = Zipf(
             self.people, 0.5
         )  # many and alike: names are copied from a prompt, not known by heart

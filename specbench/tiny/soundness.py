@@ -49,9 +49,9 @@ _APPLY = {"*": int.__mul__, "+": int.__add__, "-": int.__sub__}
 _PASSAGE = re.compile(r"^\[\d+\] (.*)$", re.MULTILINE)
 
 
-def distinct(tokens: Sequence[int], width: int = 4) -> float | None:
-    """Share of the `width`-grams of `tokens` that are different; None where there are none."""
-    return distinct_share(tokens, width) if len(tokens) >= width else None
+def distinct(tokens: Sequence[int]) -> float | None:
+    """Share of the 4-grams of `tokens` that are different; None where there are none."""
+    return distinct_share(tokens, 4) if len(tokens) >= 4 else None
 
 
 def sums(text: str) -> list[tuple[str, bool]]:

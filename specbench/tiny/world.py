@@ -50,9 +50,9 @@ class Example:
 
 
 @cache
-def the_world(seed: int = WORLD_SEED) -> tuple[Lexicon, Facts]:
+def the_world() -> tuple[Lexicon, Facts]:
     """Lexicon and facts of the world (made once per process, about a second)."""
-    lexicon = Lexicon(seed)
+    lexicon = Lexicon(WORLD_SEED)
     return lexicon, Facts(lexicon)
 
 

@@ -187,8 +187,8 @@ def bandwidth_fraction(answers: pd.DataFrame, ceiling: float | None) -> float | 
     return None if rate is None else rate / ceiling
 
 
-def distinct_ngrams(records: list[dict], n: int = 4) -> float | None:
-    """Of all n-grams in the baseline's answers, the share that does not occur earlier in the same answer.
+def distinct_4grams(records: list[dict]) -> float | None:
+    """Of all 4-grams in the baseline's answers, the share that does not occur earlier in the same answer.
 
     An answer that repeats itself is easy to draft by look-up: a low share says that lengths are flattered.
     """
@@ -199,7 +199,7 @@ def distinct_ngrams(records: list[dict], n: int = 4) -> float | None:
         for turn in record["turns"]
         if turn["arms"].get(arm)
     }
-    by_answer = [list(ngrams(tokens, n)) for tokens in answers.values()]
+    by_answer = [list(ngrams(tokens, 4)) for tokens in answers.values()]
     return ratio(sum(len(set(one)) for one in by_answer), sum(map(len, by_answer)))
 
 
@@ -293,7 +293,7 @@ METRICS = {
     "align_seconds": Metric(lambda m: total(m.rounds["align_seconds"]), POOL),
     "alignment_share": Metric(alignment_share, POOL),
     "stats": Metric(lambda m: stats_of(m.spec.owners, m.rounds)),
-    "distinct_4grams": Metric(lambda m: distinct_ngrams(m.records)),
+    "distinct_4grams": Metric(lambda m: distinct_4grams(m.records)),
 }
 
 
