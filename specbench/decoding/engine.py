@@ -18,11 +18,17 @@ import torch
 from specbench.decoding.acceptance import Accepted, accept_at_once
 from specbench.decoding.device import move_slots, on_device, span
 from specbench.decoding.model.fixed_shape import rounded_up
-from specbench.decoding.sampling import TARGET, SamplingParams, check_numbers, check_sampled, position_draws
+from specbench.decoding.sampling import (
+    TARGET,
+    SamplingParams,
+    check_numbers,
+    check_sampled,
+    position_draws,
+    truncate_at_stop,
+)
 from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.slots import Slots
 from specbench.decoding.state import Batch, Draft, Request, SequenceState, Verified
-from specbench.decoding.stop import truncate_at_stop
 from specbench.decoding.trace import Clock, Generation, Step, Timestamp, counted
 from specbench.system.errors import UserError, require_at_least
 from specbench.system.settings import BLOCK, TYPICAL

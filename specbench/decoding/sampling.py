@@ -1,4 +1,4 @@
-"""How tokens are chosen from logits. One place, so that drafter and target cannot disagree about it.
+"""How tokens are chosen from logits, and where an answer ends. One place, so that nobody disagrees about it.
 
 Random numbers belong to positions: the token at a position is drawn with the number of that position, whatever the
 rounds, the batch and the drafter. Autoregressive decoding and a drafter that drafts without chance then give the same
@@ -8,6 +8,7 @@ text from the same seed.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,6 +16,9 @@ import torch
 from specbench.decoding.cpu import native
 from specbench.system.errors import UserError
 from specbench.system.settings import TOKEN
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
 
 # What a number is for: the target's draw, acceptance; the drafter's draws come after them.
 TARGET, ACCEPT = range(2)
@@ -124,6 +128,14 @@ def sample_inverse_cdf(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.T
     drawn = torch.searchsorted(sums, uniforms.double().unsqueeze(-1) * total, right=True)
     drawn = drawn.clamp(max=weights.shape[-1] - 1)
     return drawn.masked_fill_(~total.isfinite(), NOT_DRAWN).squeeze(-1)
+
+
+def truncate_at_stop(tokens: Sequence[int], stop_ids: Collection[int]) -> list[int]:
+    """The tokens up to and including the first stop token."""
+    for i, token in enumerate(tokens):
+        if token in stop_ids:
+            return list(tokens[: i + 1])
+    return list(tokens)
 
 
 def check_sampled(tokens: list[int]) -> list[int]:

@@ -19,7 +19,7 @@ import torch
 from jinja2 import TemplateError
 from scipy import stats
 
-from specbench.decoding.stop import truncate_at_stop
+from specbench.decoding.sampling import truncate_at_stop
 from specbench.measure.likelihood import BLOCK, Likelihood, of_logits, token_logprobs, with_stop
 from specbench.measure.metrics.engine import errors_of
 from specbench.measure.metrics.metrics import VERDICTS

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, islice
 from typing import TYPE_CHECKING, Any
 
-from specbench.decoding.stop import truncate_at_stop
+from specbench.decoding.sampling import truncate_at_stop
 from specbench.engines.client import EngineError, events
 from specbench.system.errors import UserError
 

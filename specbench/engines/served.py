@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from specbench.decoding.stop import truncate_at_stop
+from specbench.decoding.sampling import truncate_at_stop
 from specbench.decoding.trace import Generation, Step, counted
 from specbench.engines.client import EngineError
 from specbench.engines.dialects import DIALECTS, TargetPass

@@ -13,9 +13,8 @@ from transformers import GenerationConfig
 
 from specbench.decoding.cpu.packed_linear import assume_unchanged
 from specbench.decoding.engine import Rounds, exhaust
-from specbench.decoding.sampling import SamplingParams
+from specbench.decoding.sampling import SamplingParams, truncate_at_stop
 from specbench.decoding.state import Request
-from specbench.decoding.stop import truncate_at_stop
 from specbench.decoding.trace import Clock, Generation, Step
 from specbench.models.pairs import Pair
 

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from specbench.config.spec import POOL
-from specbench.decoding.sampling import TARGET, position_draws
-from specbench.decoding.stop import truncate_at_stop
+from specbench.decoding.sampling import TARGET, position_draws, truncate_at_stop
 from specbench.measure.arms import AGAIN, BASELINE, HF, METHOD
 from specbench.measure.likelihood import Likelihood, likelihood
 from specbench.measure.metrics.metrics import VERDICTS

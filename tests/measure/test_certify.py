@@ -8,9 +8,8 @@ from methods.ar import Autoregressive
 from specbench.config.spec import RunSpec
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
-from specbench.decoding.sampling import SamplingParams, sample_inverse_cdf
+from specbench.decoding.sampling import SamplingParams, sample_inverse_cdf, truncate_at_stop
 from specbench.decoding.state import Request
-from specbench.decoding.stop import truncate_at_stop
 from specbench.decoding.trace import Generation
 from specbench.measure import certify as certify_module
 from specbench.measure.arms import BASELINE, HF, METHOD, SINGLE, Setup
