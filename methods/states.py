@@ -17,7 +17,7 @@ import sys
 from itertools import islice
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -42,7 +42,7 @@ from specbench.decoding.state import NORMED
 from specbench.models.pairs import Pair, load_pair
 from specbench.system.errors import UserError, file_errors, stoppable
 from specbench.system.files import check_settings, lock_folder, make_folder, read_json, write_json
-from specbench.system.settings import Count, NotNegative, Range, Seed, check_all
+from specbench.system.settings import Count, Natural, NotNegative, Seed, check_all
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -65,7 +65,7 @@ SETTINGS = {
     "tokens": Count | None,
     "seed": Seed,
     "taps": list[int],
-    "top": Annotated[int, Range(0)],
+    "top": Natural,
     "prompt_weight": NotNegative,
     "precision": Literal["no", "bf16"],
 }

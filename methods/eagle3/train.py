@@ -11,7 +11,7 @@ import sys
 from collections import Counter
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.nn.functional import pad
@@ -34,7 +34,7 @@ from specbench.config.compose import program
 from specbench.data.conversations import watched
 from specbench.models.pairs import Pair
 from specbench.system.errors import UserError
-from specbench.system.settings import Count, Range
+from specbench.system.settings import Count, Natural
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -164,7 +164,7 @@ def _has_biases(layer: Any) -> bool:
     return bool(parts.keys() & biases)
 
 
-VOCABULARY = {"draft_vocab": Count, "like_layer": Annotated[int, Range(0)] | None}
+VOCABULARY = {"draft_vocab": Count, "like_layer": Natural | None}
 
 
 def begin(cfg: DictConfig, pair: Pair, **variants: Any) -> tuple[Eagle3Model, str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -30,7 +30,7 @@ from methods.common.training import (
 from specbench.config.compose import program
 from specbench.decoding.state import NORMED
 from specbench.system.errors import UserError
-from specbench.system.settings import Count, Range
+from specbench.system.settings import Count, Natural
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -104,7 +104,7 @@ class Distillation(torch.nn.Module):
         return student, teacher
 
 
-@trainer(SETTINGS | {"exit_layer": Count, "like_layer": Annotated[int, Range(0)] | None})
+@trainer(SETTINGS | {"exit_layer": Count, "like_layer": Natural | None})
 def train(cfg: DictConfig) -> Path:
     """Trains as configured (conf/train_kangaroo.yaml) and returns the folder of the finished adapter."""
     from methods.kangaroo.adapter import check_exit_layer, save_adapter

@@ -10,7 +10,7 @@ what is accepted is the target's decision, as with every drafter.
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -27,7 +27,7 @@ from specbench.decoding.state import Batch, Draft, Prefill, SequenceState, Verif
 from specbench.decoding.trace import Clock
 from specbench.models.pairs import Pair, draft_of
 from specbench.system.errors import UserError
-from specbench.system.settings import Count, Positive, Probability, Range
+from specbench.system.settings import Count, Natural, Positive, Probability
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -124,7 +124,7 @@ class MirrorSD(BranchingDrafter):
         pair: Pair,
         max_draft_tokens: Count = 7,
         kappa: Count = 8,
-        exit_layer: Annotated[int, Range(0)] | None = None,
+        exit_layer: Natural | None = None,
         branches: Count | None = None,
         floor: Probability = 0.0,
         candidates: Literal["exit", "draft", "both"] = "exit",

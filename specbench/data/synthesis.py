@@ -10,12 +10,12 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from specbench.data.contamination import words_of
 from specbench.data.ngrams import distinct_share, ngrams
 from specbench.system.errors import UserError, suggest
-from specbench.system.settings import NotNegative, Range, check
+from specbench.system.settings import NotNegative, Probability, check
 
 if TYPE_CHECKING:
     import random
@@ -35,7 +35,7 @@ KIND_SETTINGS: dict[str, Any] = {
     "share": NotNegative,
     "openings": list[str] | None,
     "templates": list[str] | None,
-    "follow_up": Annotated[float, Range(0, 1)] | None,
+    "follow_up": Probability | None,
 }
 
 
