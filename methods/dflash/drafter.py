@@ -70,7 +70,7 @@ class BlockDrafter(Drafter):
     def open(self, slots: Slots, target: StagedModel) -> None:
         """Allocates the layers' cache; a block may reach further than the longest sequence."""
         self.target = target
-        self._layers = LayerCache(self.model, slots, target, extra=self._places)
+        self._layer_cache = LayerCache(self.model, slots, target, extra=self._places)
         self._block = all_see_all(self._places, slots.device)
         masks = torch.full((1, self._places - 1), self.model.config.mask_token_id, device=slots.device)
         self._masks = target.embed(masks)
@@ -78,7 +78,7 @@ class BlockDrafter(Drafter):
     def begin(self, slot: int, sequence: SequenceState, prefill: Prefill) -> None:
         """Fills a slot of the cache with the prompt's states."""
         features = self.model.features(prefill.hidden_states)
-        self.model.inject(features, **self._layers.prompt(slot, features, masked=False))
+        self.model.inject(features, **self._layer_cache.prompt(slot, features, masked=False))
 
     def commit(self, batch: Batch, verified: Verified) -> None:
         """Adds the target's states of the tokens that stay, the pending one in front, over the entries of the block."""
@@ -86,10 +86,10 @@ class BlockDrafter(Drafter):
             return
 
         def inject(batch: Batch, _count: torch.Tensor, features: torch.Tensor) -> list[torch.Tensor]:
-            self.model.inject(features, **self._layers.arguments(batch, features, masked=False))
+            self.model.inject(features, **self._layer_cache.arguments(batch, features, masked=False))
             return []
 
-        self._layers.feed(batch, verified, inject)
+        self._layer_cache.feed(batch, verified, inject)
 
     def _states(self, batch: Batch, k: int) -> torch.Tensor:
         """Normed states [b, k, d] of the places that guess the first k draft tokens.
@@ -99,7 +99,7 @@ class BlockDrafter(Drafter):
         config = self.model.config
         pending = self.target.embed(batch.last_tokens(1))
         hidden = torch.cat([pending, self._masks.expand(batch.size, -1, -1)], dim=1)
-        states = self.model(hidden, **self._layers.arguments(batch, hidden, tree=self._block))
+        states = self.model(hidden, **self._layer_cache.arguments(batch, hidden, tree=self._block))
         return states[:, config.fills_in : config.fills_in + k]
 
 
@@ -118,7 +118,7 @@ class DFlash(BlockDrafter):
         def filled(batch: Batch) -> Chosen:
             return chosen_at_once(self.head, self.head.logits(self._states(batch, k)), batch)
 
-        drafted = self._layers.run(batch, ("draft", k), filled, entries=self._places)
+        drafted = self._layer_cache.run(batch, ("draft", k), filled, entries=self._places)
         return Draft(*drafted, bytes_read=self._bytes)
 
 
@@ -163,7 +163,7 @@ class DDTree(BlockDrafter):
             return [self.head.ids(rows), *tree.tensors]
 
         key = ("draft", levels, nodes)
-        tokens, *tree = self._layers.run(batch, key, filled, entries=self._places)
+        tokens, *tree = self._layer_cache.run(batch, key, filled, entries=self._places)
         return Draft(tokens, tree=Tree(*tree), bytes_read=self._bytes)
 
 
@@ -222,7 +222,7 @@ class DSpark(BlockDrafter):
             before = torch.cat([batch.last_tokens(1), tokens[:, :-1]], dim=1)
             return [tokens, probs, self.model.confidence(states, self._before(before))]
 
-        chosen = self._layers.run(batch, ("draft", k), filled, entries=self._places)
+        chosen = self._layer_cache.run(batch, ("draft", k), filled, entries=self._places)
         read = self._bytes + k * self._step_bytes
         if not self.threshold:
             return Draft(*chosen, bytes_read=read)
@@ -260,7 +260,7 @@ class DFlash2(BlockDrafter):
 
             return chosen_in_turn(self.head, batch, k, among, rows)
 
-        drafted = self._layers.run(batch, ("draft", k), filled, entries=self._places)
+        drafted = self._layer_cache.run(batch, ("draft", k), filled, entries=self._places)
         return Draft(*drafted, bytes_read=self._bytes)
 
 

@@ -58,7 +58,7 @@ class EagleDrafter(Drafter):
     def open(self, slots: Slots, target: StagedModel) -> None:
         """Allocates the layer's cache."""
         self.target = target
-        self._layer = LayerCache(self.model, slots, target, self.expanded, lag=1)
+        self._layer_cache = LayerCache(self.model, slots, target, self.expanded, lag=1)
         width = self.model.config.hidden_size
         self._outputs = slots.tensor(self.outputs, width, dtype=target.dtype)
 
@@ -67,7 +67,7 @@ class EagleDrafter(Drafter):
         tokens = on_device([sequence.tokens[1:]], prefill.ids.device)
         pairs = self.model.features(prefill.hidden_states), self.model.embed(tokens, self.target)
         features, embeds = self._followed(*pairs)
-        out = self.model(features, embeds, **self._layer.prompt(slot, features))
+        out = self.model(features, embeds, **self._layer_cache.prompt(slot, features))
         self._outputs[slot] = out[0, -self.outputs :]
 
     def commit(self, batch: Batch, verified: Verified) -> None:
@@ -78,11 +78,11 @@ class EagleDrafter(Drafter):
         def feed(batch: Batch, count: torch.Tensor, features: torch.Tensor) -> list[torch.Tensor]:
             embeds = self.model.embed(batch.window(batch.tokens, 0, features.shape[1]), self.target)
             features, embeds = self._followed(features, embeds, count)
-            out = self.model(features, embeds, **self._layer.arguments(batch, features, 1))
+            out = self.model(features, embeds, **self._layer_cache.arguments(batch, features, 1))
             wanted = span(count, self.outputs).unsqueeze(-1).expand(-1, -1, out.shape[-1])
             return [out.gather(1, wanted)]
 
-        (out,) = self._layer.feed(batch, verified, feed, self.outputs - 1)
+        (out,) = self._layer_cache.feed(batch, verified, feed, self.outputs - 1)
         self._outputs[: batch.size] = out
 
     def _followed(
@@ -116,4 +116,4 @@ class EagleDrafter(Drafter):
             Outputs [b, n, h].
         """
         embeds = self.model.embed(tokens, self.target)
-        return self.model(features, embeds, **self._layer.arguments(batch, features, 1 + first, tree))
+        return self.model(features, embeds, **self._layer_cache.arguments(batch, features, 1 + first, tree))

@@ -73,7 +73,7 @@ class Eagle(EagleDrafter):
             return [fill_with_likeliest(levels, logits_of, self.head.ids)]
 
         key, outputs = ("draft", nodes, len(levels)), self._outputs[: batch.size]
-        drafted = self._layer.run(batch, key, filled, outputs, entries=nodes)
+        drafted = self._layer_cache.run(batch, key, filled, outputs, entries=nodes)
         return Draft(*drafted, tree=tree, bytes_read=len(levels) * self._bytes)
 
 
@@ -120,7 +120,7 @@ class DynamicEagle(EagleDrafter):
             return [self.head.ids(rows), *(tree.tensors if width > 1 else ())]  # otherwise it is a chain
 
         key, outputs = ("draft", levels, nodes), self._outputs[: batch.size]
-        tokens, *tree = self._layer.run(batch, key, grown, outputs, entries=width * (levels - 1))
+        tokens, *tree = self._layer_cache.run(batch, key, grown, outputs, entries=width * (levels - 1))
         return Draft(tokens, tree=Tree(*tree) if tree else None, bytes_read=levels * self._bytes)
 
 

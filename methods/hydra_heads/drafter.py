@@ -61,7 +61,7 @@ class HydraHeads(StateHeads):
         """Makes room for the state that each sequence drafts from, and for the prefix layer's keys and values."""
         super().open(slots, target)
         if (prefix := self.heads.prefix) is not None:
-            self._layer = LayerCache(prefix, slots, target)
+            self._layer_cache = LayerCache(prefix, slots, target)
 
     def begin(self, slot: int, sequence: SequenceState, prefill: Prefill) -> None:
         """Notes the state to draft from, in front of the first pending token."""
@@ -70,7 +70,7 @@ class HydraHeads(StateHeads):
             return
         # Of a target that is spread over several devices they may be on another one.
         states = prefill.hidden_states[NORMED].to(self._states.device)
-        self._states[slot] = prefix(states, **self._layer.prompt(slot, states))[0, -1]
+        self._states[slot] = prefix(states, **self._layer_cache.prompt(slot, states))[0, -1]
 
     def fill(self, batch: Batch, states: torch.Tensor, levels: Sequence[Level]) -> torch.Tensor:
         """Tokens [b, k], each level in one product."""
@@ -100,10 +100,10 @@ class HydraHeads(StateHeads):
 
         def feed(batch: Batch, count: torch.Tensor, states: torch.Tensor) -> list[torch.Tensor]:
             states = states.to(self._states.device)  # as above
-            seen = prefix(states, **self._layer.arguments(batch, states))
+            seen = prefix(states, **self._layer_cache.arguments(batch, states))
             return [seen[torch.arange(batch.size, device=seen.device), count]]
 
-        (seen,) = self._layer.feed(batch, verified, feed)
+        (seen,) = self._layer_cache.feed(batch, verified, feed)
         self._states[: batch.size] = seen
 
     def _own_output(self, i: int) -> torch.nn.Module | None:

@@ -68,7 +68,7 @@ class Kangaroo(Drafter):
     def open(self, slots: Slots, target: StagedModel) -> None:
         """Allocates the adapter's cache."""
         self.target = target
-        self._layer = LayerCache(self.adapter, slots, target)
+        self._layer_cache = LayerCache(self.adapter, slots, target)
         # The exit state in front of each sequence's pending token, which the adapter may not have seen.
         self._before = slots.tensor(1, target.hidden_size, dtype=target.dtype)
         # Known tokens of each sequence whose exit states the adapter has seen.
@@ -77,7 +77,7 @@ class Kangaroo(Drafter):
     def begin(self, slot: int, sequence: SequenceState, prefill: Prefill) -> None:
         """Fills a slot of the adapter's cache with the prompt's exit states."""
         states = prefill.hidden_states[self.exit_layer]
-        self.adapter(states, **self._layer.prompt(slot, states))
+        self.adapter(states, **self._layer_cache.prompt(slot, states))
         self._before[slot] = states[0, -1:]
         self._adapted[slot] = prefill.ids.shape[1]
 
@@ -109,7 +109,7 @@ class Kangaroo(Drafter):
 
     def commit(self, batch: Batch, verified: Verified) -> None:
         """Moves what the adapter has seen of an accepted path, and keeps the exit state of its last token."""
-        self._layer.layout.commit(batch, verified.count, verified.counts, verified.path)
+        self._layer_cache.layout.commit(batch, verified.count, verified.counts, verified.path)
         for slot, (length, count) in enumerate(zip(batch.lengths, verified.counts)):
             self._adapted[slot] = length + min(self._depth - 1, count)  # all but the last token of a path
         self._before[: batch.size, 0] = verified.last(self._states)
@@ -147,10 +147,10 @@ class Kangaroo(Drafter):
         n = feed.shape[1]
 
         def adapted(batch: Batch, feed: torch.Tensor) -> list[torch.Tensor]:
-            states = self.adapter(feed, **self._layer.arguments(batch, feed, offset))
+            states = self.adapter(feed, **self._layer_cache.arguments(batch, feed, offset))
             return [self.head.logits(states[:, -1])]
 
-        return self._layer.run(batch, ("draft", n, offset), adapted, feed, entries=offset + n)[0]
+        return self._layer_cache.run(batch, ("draft", n, offset), adapted, feed, entries=offset + n)[0]
 
 
 def _exit_layer(requested: int | None, adapter: Adapter, layers: int) -> int:

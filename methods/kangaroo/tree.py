@@ -112,7 +112,7 @@ class KangarooTree(Kangaroo):
             batch: Batch, feed: torch.Tensor, scores: torch.Tensor, *above: torch.Tensor
         ) -> list[torch.Tensor]:
             tree = Tree(*above) if above else None
-            adapted = self.adapter(feed, **self._layer.arguments(batch, feed, offset, tree))
+            adapted = self.adapter(feed, **self._layer_cache.arguments(batch, feed, offset, tree))
             # What stands in front of the pending token only fills the cache.
             logits = self.head.logits(adapted[:, -1:] if tree is None else adapted)
             followers = likeliest_ids(logits, width)
@@ -123,5 +123,5 @@ class KangarooTree(Kangaroo):
 
         inputs = (feed, scores) if tree is None else (feed, scores, *tree.tensors)
         key = ("draft", n, offset, width)
-        ids, scores, *tensors = self._layer.run(batch, key, grown, *inputs, entries=offset + n)
+        ids, scores, *tensors = self._layer_cache.run(batch, key, grown, *inputs, entries=offset + n)
         return ids, scores, Tree(*tensors, max_children=width)

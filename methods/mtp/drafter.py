@@ -56,5 +56,5 @@ class Mtp(EagleDrafter):
             return chosen_in_turn(self.head, batch, k, after)
 
         outputs = self._outputs[: batch.size]
-        drafted = self._layer.run(batch, ("draft", k), chained, outputs, entries=k - 1)
+        drafted = self._layer_cache.run(batch, ("draft", k), chained, outputs, entries=k - 1)
         return Draft(*drafted, bytes_read=k * self._bytes)

@@ -72,7 +72,7 @@ class ParallelEagle(EagleDrafter):
         def filled(batch: Batch, outputs: torch.Tensor) -> Chosen:
             return chosen_at_once(self.head, self.head.logits(outputs[:, :k]), batch)
 
-        drafted = self._layer.run(batch, ("draft", k), filled, self._outputs[: batch.size], entries=0)
+        drafted = self._layer_cache.run(batch, ("draft", k), filled, self._outputs[: batch.size], entries=0)
         return Draft(*drafted, bytes_read=self._bytes)
 
     def _followed(

@@ -71,8 +71,8 @@ FAULTS = (
         "states of tokens that stay are written one entry too late",
         "caches",
         "methods/dflash/drafter.py",
-        "self._layers.arguments(batch, features, masked=False)",
-        "self._layers.arguments(batch, features, 1, masked=False)",
+        "self._layer_cache.arguments(batch, features, masked=False)",
+        "self._layer_cache.arguments(batch, features, 1, masked=False)",
         ("tests/methods/test_dflash.py",),
     ),
     Fault(

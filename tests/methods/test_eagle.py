@@ -151,7 +151,7 @@ def test_the_cache_holds_what_the_true_pairs_leave_there(make, scheduler, folder
             expected = model(features, embeds, position_embeddings=rope, past_key_values=cache)
             if sequence.done:
                 continue  # what comes after its stop token was fed, too
-            own = drafter._layer.layout.cache.segments[0][:, :, slot, :n]
+            own = drafter._layer_cache.layout.cache.segments[0][:, :, slot, :n]
             torch.testing.assert_close(own, cache.segments[0][:, :, 0], atol=1e-5, rtol=1e-4)
             torch.testing.assert_close(drafter._outputs[slot, 0], expected[0, -1], atol=1e-5, rtol=1e-4)
             seen[verified.counts[slot]] += 1
@@ -214,7 +214,7 @@ def test_room_for_nodes_that_are_not_kept(folder):
     drafter = Eagle2(pair, folder, nodes=6, width=6, max_draft_tokens=6)
     answer = Engine(StagedModel(pair.target), drafter, frozenset()).answer(PROMPT, SamplingParams(new))
     assert answer.tokens == expected.tokens
-    assert drafter._layer.layout.cache.capacity == CACHE_STEP + 30
+    assert drafter._layer_cache.layout.cache.capacity == CACHE_STEP + 30
 
 
 # -- files

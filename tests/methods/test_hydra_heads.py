@@ -147,7 +147,7 @@ def test_the_prefix_layers_cache_is_that_of_one_pass_over_all_states(arch, sched
                 continue
             out = prefix(inputs_embeds=finals(pair, sequence.tokens[:-1]), use_cache=True)
             n = sequence.length - 1
-            layer, cache = out.past_key_values.layers[0], drafter._layer.layout.cache.segments[0][0]
+            layer, cache = out.past_key_values.layers[0], drafter._layer_cache.layout.cache.segments[0][0]
             for own, expected in zip(cache[:, slot, :n], (layer.keys[0], layer.values[0])):
                 torch.testing.assert_close(own.transpose(0, 1), expected, rtol=1e-4, atol=1e-4)
             torch.testing.assert_close(

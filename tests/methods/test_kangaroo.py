@@ -82,7 +82,7 @@ def test_caches_after_every_round(folder):
             rope = self.adapter.rope(torch.arange(known).unsqueeze(0), states)
             self.adapter(states, position_embeddings=rope, past_key_values=other)
             for cache, expected, n in (
-                (self._layer.layout.cache, other, held),
+                (self._layer_cache.layout.cache, other, held),
                 (batch.layout.cache, fresh, known),
             ):
                 ours, theirs = (c.segments[0][:, :, :, :n] for c in (cache, expected))

@@ -87,7 +87,7 @@ def test_what_is_drafted_and_what_the_caches_hold(arch, adapter):
             whole = self.target.new_cache(known)
             self.target.run_layers(self.target.embed(torch.tensor([sequence.tokens[:-1]])), whole, 0)
             for cache, expected, n in (
-                (self._layer.layout.cache, own, held),
+                (self._layer_cache.layout.cache, own, held),
                 (batch.layout.cache, whole, known),
             ):
                 ours, theirs = (c.segments[0][:, :, :, :n] for c in (cache, expected))
