@@ -254,7 +254,7 @@ def sampled_chain(
     # Where nothing was drafted, after the draft's end, the next token is drawn from p.
     drafted = count < k
     if valid_mask is not None:
-        drafted = drafted & valid_mask.gather(-1, last.unsqueeze(-1)).squeeze(-1)
+        drafted = drafted & _at(valid_mask, last)
     return count, residual(following, draft_row.masked_fill_(~drafted.unsqueeze(-1), 0.0))
 
 
