@@ -36,7 +36,7 @@ class DraftHead:
 
     Args:
         model: whose head it is.
-        vocab_size: ids that the target has, the width of the probabilities handed to verification.
+        target_vocab: ids that the target has, the width of the probabilities handed to verification.
         token_ids: [k] token ids in ascending order, the only ones that are scored; None: all.
         layers: drafting layers; the head is their own, whose weights are counted with theirs, where they have one.
     """
@@ -44,11 +44,11 @@ class DraftHead:
     def __init__(
         self,
         model: StagedModel,
-        vocab_size: int,
+        target_vocab: int,
         token_ids: torch.Tensor | None = None,
         layers: CachedLayer | None = None,
     ):
-        self.model, self.layers, self.vocab_size, self.token_ids = model, layers, vocab_size, token_ids
+        self.model, self.layers, self.target_vocab, self.token_ids = model, layers, target_vocab, token_ids
         if token_ids is None:
             self.bytes = model.pass_bytes(0, 0)
             return
@@ -116,15 +116,15 @@ class DraftHead:
             probs: what `choose` gave for each of the k tokens: [b, rows] each, or None when greedy.
 
         Returns:
-            [b, k, vocab_size]; None for a greedy draft.
+            [b, k, target_vocab]; None for a greedy draft.
         """
         if not probs or probs[0] is None:
             return None
         return self.widen(torch.stack(probs, dim=1))  # type: ignore[arg-type] # all or none
 
     def widen(self, rows: torch.Tensor) -> torch.Tensor:
-        """Probabilities [..., rows] of this head -> [..., vocab_size]."""
-        widened = rows.new_zeros(*rows.shape[:-1], self.vocab_size)
+        """Probabilities [..., rows] of this head -> [..., target_vocab]."""
+        widened = rows.new_zeros(*rows.shape[:-1], self.target_vocab)
         if self.token_ids is None:
             widened[..., : rows.shape[-1]] = rows
         else:

@@ -65,7 +65,7 @@ class BranchingDrafter(Drafter):
         self.head = draft_head(pair, self.model)
         self._pass_bytes = self.model.pass_bytes(head=False) + self.head.bytes
         streams = None if weights is None else load_streams(weights, draft, pair.draft_expansion)
-        self._parts = draft, pair.vocab_size, self.head.vocab_size, self.head.token_ids, streams
+        self._parts = draft, pair.vocab_size, self.head.target_vocab, self.head.token_ids, streams
 
     def open(self, slots: Slots, target: StagedModel) -> None:
         """Notes how long a sequence can get."""
@@ -298,7 +298,7 @@ def _exit_parts(target: StagedModel, model: StagedModel) -> tuple[Any, ...]:
 def make_brancher(
     draft: PreTrainedModel,
     vocab_size: int,
-    width: int,
+    target_vocab: int,
     token_ids: torch.Tensor | None,
     streams: torch.Tensor | None,
     plan: Plan,
@@ -309,13 +309,13 @@ def make_brancher(
     Args:
         draft: the draft model.
         vocab_size: ids of the tokenizer.
-        width: ids of the target.
+        target_vocab: ids of the target.
         token_ids: ids of a trimmed head; None for a whole one.
         streams: [s, d] embeddings of stream states; None for none.
         plan: what is drafted ahead of the target's decision.
         exit_parts: as `_exit_parts` gives them; None when nothing is guessed from an exit.
     """
-    model = StagedModel(draft, vocab_size, width)
+    model = StagedModel(draft, vocab_size, target_vocab)
     exit_head = None
     if exit_parts is not None:
         norm, weight, *bias = exit_parts
@@ -329,4 +329,4 @@ def make_brancher(
         model.prefill(first, model.new_cache(1 + model.padding))
         if exit_head is not None:
             exit_head(weight.new_zeros(1, weight.shape[1]))
-    return Brancher(model, DraftHead(model, width, token_ids), exit_head, plan, streams)
+    return Brancher(model, DraftHead(model, target_vocab, token_ids), exit_head, plan, streams)

@@ -103,6 +103,6 @@ def test_layers_have_the_targets_head_unless_they_have_their_own():
     assert head.token_ids is None and head.bytes == pair.staged.pass_bytes(0, 0)
     layers.token_ids = torch.tensor([9, 3, 5])
     own = draft_head(pair, pair.staged, layers=layers)
-    assert own.rows == 3 and own.bytes == 0 and own.vocab_size == head.vocab_size
+    assert own.rows == 3 and own.bytes == 0 and own.target_vocab == head.target_vocab
     with pytest.raises(UserError, match="set vocab=full"):
         draft_head(trimming(pair, "a map"), pair.staged, layers=layers)

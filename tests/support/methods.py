@@ -53,7 +53,7 @@ def trimming(pair, vocab_map: str):
 def trimmed(drafter: Drafter, kept: list[int]) -> Drafter:
     """The drafter with a head that knows only the tokens `kept`."""
     drafter.head = DraftHead(
-        drafter.head.model, drafter.head.vocab_size, torch.tensor(kept, device=drafter.head.model.device)
+        drafter.head.model, drafter.head.target_vocab, torch.tensor(kept, device=drafter.head.model.device)
     )
     return drafter
 
