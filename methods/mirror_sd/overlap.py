@@ -42,34 +42,27 @@ def overlap(rounds: pd.DataFrame) -> dict | None:
     kinds = rounds[looked]
     exposed_hit, exposed_miss = (mean(kinds.loc[missed == kind, "exposed_seconds"]) for kind in (False, True))
     waited = mean(kinds["draft_seconds"])
-    miss = mean(missed.astype(float))
-    exit_seconds = mean(launched["exit_seconds"])
-    before_exit, behind_exit = (
-        mean(kinds["overlapped_before_exit_seconds"]),
-        mean(kinds["overlapped_behind_exit_seconds"]),
-    )
-    rest = mean(launched["verify_seconds"] - launched["exit_seconds"])
-    ipc, other = mean(kinds["ipc_seconds"]), mean(kinds["other_seconds"])
+    exit_seconds = float(launched["exit_seconds"].mean())
+    rest = float((launched["verify_seconds"] - launched["exit_seconds"]).mean())
     model = None
-    terms = (exit_seconds, before_exit, behind_exit, rest, ipc, other, miss)
-    measured = [term for term in terms if term is not None]
-    if len(measured) == len(terms):
-        leaving, first, second, remaining, messages, settling, missing = measured
-        waiting = (1 - missing) * (exposed_hit or 0.0) + missing * (exposed_miss or 0.0)
-        model = max(leaving, first) + max(remaining, second) + messages + waiting + settling
+    if len(kinds):
+        means = kinds[[*SECONDS, "other_seconds"]].mean()
+        to_exit = max(exit_seconds, means["overlapped_before_exit_seconds"])
+        after_exit = max(rest, means["overlapped_behind_exit_seconds"])
+        model = float(to_exit + after_exit + means[["ipc_seconds", "exposed_seconds", "other_seconds"]].sum())
     return {
-        "miss_rate": miss,
+        "miss_rate": mean(missed.astype(float)),
         "miss_rate_by_accepted": {str(n): float(share) for n, share in by_accepted.items()},
         "hidden_share": 1 - waited / exposed_miss if exposed_miss and waited is not None else None,
         "exit_seconds": exit_seconds,
         "rest_seconds": rest,
-        "overlapped_before_exit_seconds": before_exit,
-        "overlapped_behind_exit_seconds": behind_exit,
+        "overlapped_before_exit_seconds": mean(kinds["overlapped_before_exit_seconds"]),
+        "overlapped_behind_exit_seconds": mean(kinds["overlapped_behind_exit_seconds"]),
         "exposed_hit_seconds": exposed_hit,
         "exposed_miss_seconds": exposed_miss,
         "waited_seconds": waited,
         "idle_seconds": mean(kinds["idle_seconds"]),
-        "ipc_seconds": ipc,
+        "ipc_seconds": mean(kinds["ipc_seconds"]),
         "model_seconds": model,
         "round_seconds": mean(kinds[["draft_seconds", "verify_seconds", "other_seconds"]].sum(axis=1)),
     }
