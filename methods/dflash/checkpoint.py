@@ -27,6 +27,7 @@ from methods.common.checkpoints import (
 from methods.dflash.model import BlockConfig, BlockModel
 from specbench.decoding.model.anatomy import check_rope
 from specbench.models.expansion import Expansion
+from specbench.models.pairs import name_of
 from specbench.system.errors import UserError
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ def save_blocks(model: BlockModel, folder: str | Path, dtype: torch.dtype, **fig
         "architectures": [_architecture(config)],
         "model_type": "qwen3",
         "block_size": config.block_size,
-        "torch_dtype": str(dtype).removeprefix("torch."),
+        "torch_dtype": name_of(dtype),
         FIGURES: figures,
     }
     if config.fills_in:

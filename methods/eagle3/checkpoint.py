@@ -25,6 +25,7 @@ from methods.common.checkpoints import (
 from methods.eagle3.model import Eagle3Config, Eagle3Model, default_taps
 from specbench.decoding.model.anatomy import check_rope
 from specbench.models.expansion import Expansion
+from specbench.models.pairs import name_of
 from specbench.system.errors import UserError
 
 if TYPE_CHECKING:
@@ -141,7 +142,7 @@ def save_eagle3(model: Eagle3Model, folder: str | Path, dtype: torch.dtype, **fi
         "rope_theta": theta,
         "rope_scaling": None if kind == "default" else {"rope_type": kind, **rope},
         "draft_vocab_size": token_ids.shape[0],
-        "torch_dtype": str(dtype).removeprefix("torch."),
+        "torch_dtype": name_of(dtype),
         "tie_word_embeddings": False,
         LAYER_IDS: list(model.taps),
         "eagle_config": {"use_aux_hidden_state": True, LAYER_IDS: [tap - 1 for tap in model.taps]},

@@ -25,6 +25,7 @@ from methods.mtp.model import MtpModel
 from specbench.decoding.model.anatomy import check_rope
 from specbench.decoding.state import NORMED
 from specbench.models.expansion import CONSTANT, NORM_WEIGHT, Expansion
+from specbench.models.pairs import name_of
 from specbench.system.errors import UserError
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ def save_mtp(model: MtpModel, folder: str | Path, dtype: torch.dtype, **figures:
         COUNT: 1,
         READS: NORM if model.taps == (NORMED,) else BEFORE,
         LAYER: layer,
-        "torch_dtype": str(dtype).removeprefix("torch."),
+        "torch_dtype": name_of(dtype),
         FIGURES: figures,
     }
     state = {SPECULATORS + name.removeprefix("layers.0."): part for name, part in model.state_dict().items()}

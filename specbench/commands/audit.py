@@ -49,7 +49,7 @@ def audit(cfg: DictConfig) -> int:
         raise UserError(f"there is no file '{missing[0]}'")
     # Late: torch takes seconds.
     from specbench.engines.audit import Referee, arms_of, first_tokens, likelihoods, read_answers
-    from specbench.models.pairs import load_pair
+    from specbench.models.pairs import load_pair, name_of
 
     pair = load_pair(cfg.pair, 0, with_draft=False)
     referee = Referee(pair, cfg.temperature)
@@ -63,7 +63,7 @@ def audit(cfg: DictConfig) -> int:
     drawn = cfg.temperature > 0
     report: dict[str, Any] = {
         "pair": pair.name,
-        "dtype": str(pair.staged.dtype).removeprefix("torch."),
+        "dtype": name_of(pair.staged.dtype),
         "temperature": cfg.temperature,
         "bound": arms[0].bound,
         "arms": {arm.name: _facts_of(arm, drawn) for arm in arms},

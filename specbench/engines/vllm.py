@@ -19,7 +19,7 @@ from specbench.engines.server import HOST, Server, shared_cores
 from specbench.engines.vllm_proposer import DRAFTER
 from specbench.models.export import as_folder, as_part
 from specbench.models.names import local_folder
-from specbench.models.pairs import Pair, fetch_with_weights
+from specbench.models.pairs import Pair, fetch_with_weights, name_of
 from specbench.system.errors import UserError
 from specbench.system.files import make_folder, read_json
 from specbench.system.paths import cache_folder
@@ -96,7 +96,7 @@ class Vllm(ServedEngine):
             environment["LD_PRELOAD"] = ":".join(preloaded)
         options = {
             "model": str(folder),
-            "dtype": str(pair.dtype).removeprefix("torch."),
+            "dtype": name_of(pair.dtype),
             "host": HOST,
             "max-model-len": pair.context_length,
             "generation-config": "vllm",
