@@ -98,7 +98,7 @@ def answer(cfg: DictConfig) -> Path:
     if cfg.conversations is not None and out.resolve() == Path(cfg.conversations).resolve():
         raise UserError(f"out={out} is the file of the prompts: give another out=FILE")
     make_folder(out.parent)
-    with lock_file(out, "written"):
+    with lock_file(out):
         if not begun.exists():
             refuse_foreign(out, begun, "what its answers are of")
         settings = {name: cfg[name] for name in SAME} | answer_facts(cfg.pair)

@@ -349,7 +349,7 @@ def converse(cfg: DictConfig) -> Path:
     make_folder(path.parent)
     settings = {name: cfg[name] for name in SAME} | answer_facts(cfg.pair) | {"kinds": plain(cfg.kinds)}
     settings["questions"] = questions_sha256(cfg.data) if cfg.avoid_benchmark else None
-    with lock_file(path, "written"):
+    with lock_file(path):
         output = Output(path, settings)
         if output.tokens < cfg.tokens:
             filters = Filters(cfg.distinct, cfg.ascii, cfg.question_words, cfg.answer_tokens, benchmark)

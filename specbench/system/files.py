@@ -97,9 +97,9 @@ def lock_folder(folder: Path, doing: str, wait: bool = False) -> Iterator[None]:
 
 
 @contextmanager
-def lock_file(file: Path, doing: str) -> Iterator[None]:
+def lock_file(file: Path) -> Iterator[None]:
     """Holds a file that is written piece by piece for this process alone, by a lock beside it; as `lock_folder`."""
-    with _locked(file.with_name(f".{file.name}.lock"), file, doing, wait=False):
+    with _locked(file.with_name(f".{file.name}.lock"), file, "written", wait=False):
         yield
 
 

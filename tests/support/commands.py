@@ -48,7 +48,7 @@ def cli(cwd: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess:
 def left_alone_while_another_writes(file: Path, write: Callable[[], object]) -> None:
     """Asserts that a file is not written where another process holds it."""
     with (
-        lock_file(file, "written"),
+        lock_file(file),
         pytest.raises(UserError, match=rf"{re.escape(file.name)} is being written by another process"),
     ):
         write()
