@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
     from omegaconf import DictConfig
 
-    from specbench.data.conversations import Messages
-
 SETTINGS = {"tokens": Count | None, "seed": Seed}
 
 
@@ -44,12 +42,14 @@ def train(cfg: DictConfig) -> Path:
     measured = MeasuredTexts(file_questions(cfg.data, cfg.task, questions))
     pair = load_pair(cfg.pair, cfg.seed, with_draft=False, weights=False)
     tokenize, left_out = tokenizer_of(pair), 0
+    without_end = cfg.conversations is None  # a file or data set is read once, in its order
+    source = own_text(cfg.pair, cfg.seed) if without_end else read(cfg.conversations, cfg.split)
 
     def rows() -> Iterator[list[int]]:
         nonlocal left_out
         count = 0
         with tqdm(total=cfg.tokens, unit="token", unit_scale=True) as bar:
-            for messages in source_conversations(cfg):
+            for messages in source:
                 if measured.in_messages(messages):
                     left_out += 1
                     continue
@@ -67,13 +67,6 @@ def train(cfg: DictConfig) -> Path:
     print(f"{sum(map(len, texts)):,} tokens; {left_out} conversations with a measured text were left out")
     print(folder)
     return folder
-
-
-def source_conversations(cfg: DictConfig) -> Iterator[Messages]:
-    """The conversations: all of a file or data set, once and in its order; else the pair's own, without end."""
-    if cfg.conversations is None:
-        return own_text(cfg.pair, cfg.seed)
-    return read(cfg.conversations, cfg.split)
 
 
 main = program("train_rest", train)
