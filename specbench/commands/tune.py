@@ -22,9 +22,10 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from rich.text import Text
 
 from specbench import THREAD_VARIABLES
-from specbench.commands.run import run, run_locally, with_hydra
+from specbench.commands.run import run, run_locally
 from specbench.commands.sweep import Job
 from specbench.config.checks import check
+from specbench.config.compose import with_hydra
 from specbench.data.questions import SPEC_BENCH, WARMUP, questions_sha256
 from specbench.measure.records import run_folder as store
 from specbench.measure.records.source import method_sha256, source_sha256
