@@ -15,11 +15,10 @@ import torch
 from methods.common.losses import ALL, CHUNK, Guess, Head, Loss, teacher_of
 from methods.common.rank_trees import best_tree, counted_paths
 from methods.common.training import (
-    agreement,
-    agreements,
     batches_on,
     before_answers,
     finals_of,
+    held_out_figures,
     train_part,
 )
 
@@ -163,9 +162,6 @@ def train_heads(
         The folder of what was trained.
     """
 
-    def evaluate(held_out: list[Batch]) -> dict[str, float]:
-        return agreements(name, agreement(module.choices, held_out))
-
     def finish(out: Path, dtype: torch.dtype, **figures: float) -> None:
         path_counts: Counter[tuple[int, ...]] = Counter()
         for batch in islice(batches_on(cfg, pair), COUNTED_BATCHES):
@@ -174,4 +170,4 @@ def train_heads(
         notes: dict[str, Any] = {"tree": tree, "tree_counts": [path_counts[path] for path in tree]}
         save(out, dtype, **notes, **figures)
 
-    return train_part(module, evaluate, finish, cfg, pair, begins)
+    return train_part(module, held_out_figures(module.choices, name), finish, cfg, pair, begins)

@@ -384,6 +384,18 @@ def agreements(name: str, shares: list[float]) -> dict[str, float]:
     }
 
 
+def held_out_figures(
+    choices: Callable[[Batch], tuple[torch.Tensor, torch.Tensor]], name: str | None = None
+) -> Callable[[list[Batch]], dict[str, float]]:
+    """What makes figures of held-out text: `agreement` of one guess, or `agreements` of several that are called so."""
+
+    def evaluate(held_out: list[Batch]) -> dict[str, float]:
+        shares = agreement(choices, held_out)
+        return {"held_out_agreement": shares} if name is None else agreements(name, shares)
+
+    return evaluate
+
+
 def train_part(
     module: torch.nn.Module,
     evaluate: Callable[[list[Batch]], dict[str, float]],

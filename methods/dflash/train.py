@@ -35,9 +35,8 @@ from methods.common.losses import (
 from methods.common.training import (
     SETTINGS,
     UNSURE,
-    agreement,
-    agreements,
     check_length,
+    held_out_figures,
     mask_to_fill,
     target_pair,
     target_states,
@@ -319,10 +318,8 @@ def train(cfg: DictConfig) -> Path:
 
     module = BlockDistillation(model, target, cfg.blocks, cfg.decay, cfg.distance_share)
 
-    def evaluate(held_out: list[Batch]) -> dict[str, float]:
-        return agreements("place", agreement(module.choices, held_out))
-
-    return train_part(module, evaluate, partial(save_blocks, model), cfg, pair, BEGINS)
+    figures = held_out_figures(module.choices, "place")
+    return train_part(module, figures, partial(save_blocks, model), cfg, pair, BEGINS)
 
 
 main = program("train_dflash", train)

@@ -18,9 +18,9 @@ from methods.common.checkpoints import attention_sizes
 from methods.common.losses import ALL, Guess, Head, Loss, teacher_of
 from methods.common.training import (
     SETTINGS,
-    agreement,
     begin_like,
     check_like_layer,
+    held_out_figures,
     predicting,
     target_pair,
     target_states,
@@ -122,14 +122,11 @@ def train(cfg: DictConfig) -> Path:
         )
     module = Distillation(adapter, target, exit_layer, Loss.of(cfg))
 
-    def evaluate(held_out: list[Batch]) -> dict[str, float]:
-        return {"held_out_agreement": agreement(module.choices, held_out)}
-
     begins = "random attention that adds nothing yet, the target's final norm"
     if is_like:
         begins = f"attention of the target's layer {like_layer}, its final norm"
     save = partial(save_adapter, adapter, exit_layer=exit_layer)
-    return train_part(module, evaluate, save, cfg, pair, begins)
+    return train_part(module, held_out_figures(module.choices), save, cfg, pair, begins)
 
 
 main = program("train_kangaroo", train)

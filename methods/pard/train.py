@@ -16,10 +16,9 @@ from methods.common.losses import Guess, Head, Loss, teacher_of
 from methods.common.masked_places import JUDGED, MASKED_SETTINGS, Places, places_by_masks, shares_of
 from methods.common.training import (
     DRAFT_SETTINGS,
-    agreement,
-    agreements,
     check_length,
     finals_of,
+    held_out_figures,
     mask_to_fill,
     pair_to_train,
     train_draft,
@@ -133,10 +132,7 @@ def train(cfg: DictConfig) -> Path:
     shares = cfg.retention, cfg.least_retention
     module = ParallelDistillation(draft, pair.staged, mask, cfg.tokens_ahead, *shares, Loss.of(cfg))
 
-    def evaluate(held_out: list[Batch]) -> dict[str, float]:
-        return agreements("token", agreement(module.choices, held_out))
-
-    return train_draft(module, draft, evaluate, cfg, pair)
+    return train_draft(module, draft, held_out_figures(module.choices, "token"), cfg, pair)
 
 
 main = program("train_pard", train)

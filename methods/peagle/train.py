@@ -17,9 +17,8 @@ from methods.common.losses import ALL, Goals, Loss, teacher_of
 from methods.common.masked_places import JUDGED, MASKED_SETTINGS, Places, places_by_masks, shares_of
 from methods.common.training import (
     SETTINGS,
-    agreement,
-    agreements,
     check_length,
+    held_out_figures,
     mask_to_fill,
     target_pair,
     train_part,
@@ -137,10 +136,8 @@ def train(cfg: DictConfig) -> Path:
     shares = cfg.retention, cfg.least_retention
     module = MaskDistillation(model, pair.staged, cfg.tokens_ahead, *shares, Loss.of(cfg))
 
-    def evaluate(held_out: list[Batch]) -> dict[str, float]:
-        return agreements("token", agreement(module.agreed, held_out))
-
-    return train_part(module, evaluate, partial(save_eagle3, model), cfg, pair, begins)
+    figures = held_out_figures(module.agreed, "token")
+    return train_part(module, figures, partial(save_eagle3, model), cfg, pair, begins)
 
 
 main = program("train_peagle", train)

@@ -14,8 +14,8 @@ import torch
 from methods.common.losses import ALL, Guess, Head, Loss, teacher_of
 from methods.common.training import (
     DRAFT_SETTINGS,
-    agreement,
     finals_of,
+    held_out_figures,
     pair_to_train,
     predicting,
     train_draft,
@@ -72,10 +72,7 @@ def train(cfg: DictConfig) -> Path:
     draft = draft_of(pair)
     module = Distillation(draft, pair.staged, Loss.of(cfg))
 
-    def evaluate(held_out: list[Batch]) -> dict[str, float]:
-        return {"held_out_agreement": agreement(module.choices, held_out)}
-
-    return train_draft(module, draft, evaluate, cfg, pair)
+    return train_draft(module, draft, held_out_figures(module.choices), cfg, pair)
 
 
 main = program("train_sps", train)
