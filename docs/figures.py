@@ -30,6 +30,7 @@ from specbench.measure.machine.speed import Probes
 from specbench.measure.plan import RunPlan
 from specbench.measure.records import run_folder as store
 from specbench.report import formats, phases, plots, remarks, tables
+from specbench.report.compare import faulty
 from specbench.report.runs import Run, finished_runs
 from specbench.report.training_data import SAME, differing_training, training_table
 from specbench.system.errors import UserError, one_line_errors
@@ -75,6 +76,8 @@ ROWS: dict[str, tuple[str, ...]] = {
 }
 # Those of a real model, on Spec-Bench's own questions, in full and in half precision.
 REAL = "smollm2-135m"
+# A tree that costs a CPU little where several tokens cost about as much as one.
+ONE_LEVEL = ("method.nodes=8", "method.width=8", "method.max_draft_tokens=1")
 REAL_METHODS: dict[str, tuple[str, ...]] = {
     "pld": ("method=pld",),
     "pld (match=latest)": ("method=pld", "method.match=latest"),
@@ -88,6 +91,8 @@ REAL_METHODS: dict[str, tuple[str, ...]] = {
     **{name: ROWS[name] for name in ("rest", "sps", "sps_tree", "vocabtrim", "s2d", "mirror_sd")},
     **{name: ROWS[name] for name in ("kangaroo", "kangaroo_tree", "medusa", "hydra_heads")},
     **{name: ROWS[name] for name in ("eagle", "eagle2", "eagle3", "mtp")},
+    "eagle2 (one level)": ("method=eagle2", "vocab=trim", *ONE_LEVEL),
+    "eagle3 (one level)": ("method=eagle3", *ONE_LEVEL),
     "eagle2 (vocab=trim)": ("method=eagle2", "vocab=trim"),
 }
 ROWS_OF = {
@@ -213,7 +218,7 @@ def block(runs: list[Run], page: Page, drawn: Iterable[str]) -> str:
             body(by_task),
         ]
         parts += [f"{line}." for line in dict.fromkeys(map(remarks.repetition_line, summaries)) if line]
-    notes = [*remarks.notes(runs), *differing_training(summaries)]
+    notes = [*faulty(runs), *remarks.notes(runs), *differing_training(summaries)]
     if page.in_full:
         notes = [f"{'; '.join(remarks.kinds(notes))}: [in full]({page.in_full})"] if notes else []
     parts += [f"**{note}**" for note in notes]
@@ -471,10 +476,15 @@ def main() -> int:
         more += [f"data.limit={given.limit}"] if given.limit else []
         more += given.set
         rows = {label: row for label, row in ROWS_OF[given.pair].items() if given.rows in label}
+        if not rows:
+            raise UserError(f"no row of {given.pair} holds '{given.rows}': {', '.join(ROWS_OF[given.pair])}")
         ready = partial(wait_for_speed, probes, given.wait, given.any_phase)
         folders = measure(rows, given.into.resolve() / given.pair, more, ready)
     runs, left_out = finished_runs(folders)
-    tables.print_left_out(left_out)
+    if left_out:
+        raise UserError(
+            f"no table is written without {'; '.join(f'{one.folder}: {one.reason}' for one in left_out)}"
+        )
     if (slow := slow_phases(runs)) and not given.any_phase:
         raise UserError(
             f"no table is written of a slow phase ({'; '.join(slow)}): remove the run folders named here to measure "

@@ -68,21 +68,22 @@ class TokenRecycling(Drafter):
     ):
         if nodes > len(TREE):
             raise UserError(f"method.nodes={nodes}: the tree has {len(TREE)}")
-        self.trees = RankTrees(TREE[:nodes])
-        self.max_nodes, self.max_draft_tokens = nodes, self.trees.depth
+        rows = pair.staged.vocab_size
+        self.trees, self.ranks = RankTrees(TREE[:nodes], rows=rows), min(RANKS, rows)
+        self.max_nodes, self.max_draft_tokens = self.trees.max_nodes, self.trees.depth
         self.prompt, self.shared = prompt, memory == "run"
         self.taps = (NORMED,) if prompt else ()
         self.device = pair.device
         self._followers = torch.empty(0)
         # What a table begins with, for every token. -1: nothing is known.
-        self._start = torch.full((RANKS,), -1, dtype=torch.int32, device=self.device)
+        self._start = torch.full((self.ranks,), -1, dtype=torch.int32, device=self.device)
         if warm is not None:
             self._start = self._warmed(warm, pair)
 
     def open(self, slots: Slots, target: StagedModel) -> None:
         """Makes a table for each sequence, or one for all."""
         self.target = target
-        tables, shape = 1 if self.shared else slots.count, (target.vocab_size, RANKS)
+        tables, shape = 1 if self.shared else slots.count, (target.vocab_size, self.ranks)
         if not self.shared:
             self._followers = slots.tensor(*shape, dtype=torch.int32)
             self._followers.copy_(self._start)
@@ -110,6 +111,8 @@ class TokenRecycling(Drafter):
 
     def commit(self, batch: Batch, verified: Verified) -> None:
         """Gives the table the followers of every token that was verified, whoever drafted it."""
+        if batch.is_over and not self.shared:
+            return
         draft, pending = verified.draft, batch.last_tokens(1)
         b, k = draft.tokens.shape
         if draft.tree is None:
@@ -149,7 +152,7 @@ class TokenRecycling(Drafter):
 
     @torch.inference_mode()
     def _warmed(self, file: str, pair: Pair) -> torch.Tensor:
-        """The table [vocab, RANKS] that a file of conversations leaves behind."""
+        """The table [vocab, ranks] that a file of conversations leaves behind."""
         target = pair.staged
         self.open(Slots(1, 0, self.device), target)
         for tokens, _ in warm_rows(file, pair):
@@ -181,9 +184,9 @@ class TokenRecycling(Drafter):
             logits: [b, n, vocab] after each of them.
             priority: [b, n] whole numbers from 0: of equal tokens the highest counts, of those the last.
         """
-        best = likeliest_ids(logits, RANKS).int()
+        best = likeliest_ids(logits, self.ranks).int()
         if self.shared:
-            slots, tokens, best = slice(0, 1), tokens.view(1, -1), best.view(1, -1, RANKS)
+            slots, tokens, best = slice(0, 1), tokens.view(1, -1), best.view(1, -1, self.ranks)
             priority = priority.reshape(1, -1)
         n = tokens.shape[1]
         # Which one counts is found by a maximum and every equal token writes the same row: in whatever order a device
@@ -193,5 +196,5 @@ class TokenRecycling(Drafter):
         newest.scatter_reduce_(1, tokens, order, "amax")
         winner = newest.gather(1, tokens) % n
         newest.scatter_(1, tokens, -1)
-        rows = best.gather(1, winner.unsqueeze(-1).expand(-1, -1, RANKS))
-        tables.scatter_(1, tokens.unsqueeze(-1).expand(-1, -1, RANKS), rows)
+        rows = best.gather(1, winner.unsqueeze(-1).expand(-1, -1, self.ranks))
+        tables.scatter_(1, tokens.unsqueeze(-1).expand(-1, -1, self.ranks), rows)

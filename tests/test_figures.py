@@ -61,6 +61,33 @@ def test_a_table_with_a_fuller_page_names_what_the_notes_are_about(figures, tmp_
     assert f"**{kinds}: [in full]({short.in_full})**" in text and "30%" not in text
 
 
+def test_questions_that_failed_are_told_below_a_table(figures, tmp_path):
+    run = run_of(tmp_path, "sps", faster(1.5, method="sps", failed=2))
+    assert "**sps: FAILED: 2 questions, left out of every number**" in figures.block(
+        [run], figures.PAGES[0], ()
+    )
+    short = replace(next(page for page in figures.PAGES if page.in_full), methods=())
+    assert "**sps: FAILED: [in full]" in figures.block([run], short, ())
+
+
+def test_a_table_without_one_of_its_runs_is_not_written(figures, tmp_path, monkeypatch, capsys):
+    folder = run_of(tmp_path, "pld", faster(1.5)).folder
+    (tmp_path / "begun").mkdir()
+    write_json(tmp_path / "begun" / store.CODE, {})
+    monkeypatch.setattr(figures, "write", lambda *_: pytest.fail("written"))
+    monkeypatch.setattr(sys, "argv", ["figures", str(folder), str(tmp_path / "begun")])
+    with pytest.raises(SystemExit):
+        figures.main()
+    assert says(capsys.readouterr().err, "error: no table is written without ... begun: unfinished")
+
+
+def test_a_word_that_no_row_holds_is_one_line(figures, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["figures", "--rows", "nope"])
+    with pytest.raises(SystemExit):
+        figures.main()
+    assert says(capsys.readouterr().err, "error: no row of tiny holds 'nope': pld, ...")
+
+
 def test_a_table_of_a_slow_phase_is_refused(figures, tmp_path, monkeypatch, capsys):
     folder = run_of(tmp_path, "pld", faster(1.5) | phase(slowed(product=0.3))).folder
     written = []

@@ -15,7 +15,7 @@ from specbench.decoding.cpu.packed_linear import pack_linears
 from specbench.decoding.model.anatomy import rotary_of
 from specbench.models.expansion import Sizes
 from specbench.models.pairs import fetch_small_files, place_weights
-from specbench.system.errors import UserError, one_line
+from specbench.system.errors import UserError, one_line, warn
 from specbench.system.paths import packaged
 
 if TYPE_CHECKING:
@@ -84,6 +84,15 @@ def check_width(folder: str | Path, what: str, width: int | None, target: int) -
         raise UserError(
             f"{what} in '{folder}' are {width} wide, the target {target}: they were made for another target"
         )
+
+
+def check_vocabulary(folder: str | Path, what: str, vocab: int | None, target: int) -> None:
+    """Warns where a part's config.json names another number of tokens than its target has.
+
+    A fine-tune with a few tokens more is no other target; a model of another family with states as wide is one.
+    """
+    if vocab not in (None, target):
+        warn(f"{what} in '{folder}' were made for a target of {vocab} tokens, and this one has {target}")
 
 
 def check_copy(folder: str | Path, what: str, name: str, copy: torch.Tensor, original: torch.Tensor) -> None:

@@ -124,6 +124,8 @@ class DraftHead:
 
     def widen(self, rows: torch.Tensor) -> torch.Tensor:
         """Probabilities [..., rows] of this head -> [..., target_vocab]."""
+        if self.token_ids is None and rows.shape[-1] == self.target_vocab:
+            return rows
         widened = rows.new_zeros(*rows.shape[:-1], self.target_vocab)
         if self.token_ids is None:
             widened[..., : rows.shape[-1]] = rows

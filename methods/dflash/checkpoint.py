@@ -14,6 +14,7 @@ from methods.common.checkpoints import (
     EMBEDDING,
     HEAD,
     WEIGHTS,
+    check_vocabulary,
     check_width,
     draft_token_ids,
     drop_copies,
@@ -107,6 +108,11 @@ def load_blocks(folder: str | Path, target: StagedModel, expansion: Expansion | 
     token_ids = None
     if "d2t" in state:
         token_ids = draft_token_ids(folder, WHAT, state, config.vocab_size, vocab)
+    if config.vocab_size != vocab and (config.markov_rank or config.selector_rank):
+        raise UserError(
+            f"{WHAT} in '{folder}' were made for another target: they correct {config.vocab_size} tokens, and it has {vocab}"
+        )
+    check_vocabulary(folder, WHAT, config.vocab_size, vocab)
     # A head over a draft vocabulary is the drafting model's own.
     copies = (EMBEDDING, HEAD) if token_ids is None else (EMBEDDING,)
     drop_copies(folder, WHAT, state, target, expansion, copies)

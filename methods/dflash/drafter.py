@@ -82,7 +82,7 @@ class BlockDrafter(Drafter):
 
     def commit(self, batch: Batch, verified: Verified) -> None:
         """Adds the target's states of the tokens that stay, the pending one in front, over the entries of the block."""
-        if all(sequence.done for sequence in batch.sequences):
+        if batch.is_over:
             return
 
         def inject(batch: Batch, _count: torch.Tensor, features: torch.Tensor) -> list[torch.Tensor]:

@@ -72,7 +72,7 @@ class EagleDrafter(Drafter):
 
     def commit(self, batch: Batch, verified: Verified) -> None:
         """Feeds the tokens that stay with the target's own states, over the entries of the draft."""
-        if all(sequence.done for sequence in batch.sequences):
+        if batch.is_over:
             return
 
         def feed(batch: Batch, count: torch.Tensor, features: torch.Tensor) -> list[torch.Tensor]:

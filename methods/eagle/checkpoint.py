@@ -10,6 +10,7 @@ from transformers import LlamaConfig
 from methods.common.checkpoints import (
     EMBEDDING,
     WEIGHTS,
+    check_vocabulary,
     check_width,
     fill,
     layer_sizes,
@@ -57,7 +58,9 @@ def load_eagle(
             another target.
     """
     settings, state = read_checkpoint(folder, WHAT, FILES)
-    check_width(folder, WHAT, settings.get("hidden_size"), sizes_trained_for(target, expansion)[0])
+    width, _, vocab = sizes_trained_for(target, expansion)
+    check_width(folder, WHAT, settings.get("hidden_size"), width)
+    check_vocabulary(folder, WHAT, settings.get("vocab_size"), vocab)
     state.pop(IGNORED, None)
     check_embedding(folder, state.pop(EMBEDDING, None), target)
     config = LlamaConfig(**settings | _layer_settings(settings, state))

@@ -13,6 +13,7 @@ import torch
 from methods.common.checkpoints import (
     EMBEDDING,
     WEIGHTS,
+    check_vocabulary,
     check_width,
     draft_token_ids,
     fill,
@@ -114,6 +115,7 @@ def load_eagle3(
     config = _config(folder, settings, state, rope_theta, len(read))
     check_width(folder, WHAT, config.input_width, width)
     token_ids = draft_token_ids(folder, WHAT, state, config.vocab_size, vocab)
+    check_vocabulary(folder, WHAT, config.vocab_size, vocab)
     _drop_embedding(folder, state, config, target, expansion)
     if config.mask_token_id is not None and not 0 <= config.mask_token_id < vocab:
         raise UserError(f"{WHAT} in '{folder}' were made for another target: no token {config.mask_token_id}")

@@ -25,6 +25,7 @@ from methods.common.checkpoints import (
 )
 from methods.hydra_heads.heads import Heads, PrefixLayer
 from specbench.models.expansion import Expansion
+from specbench.decoding.model.anatomy import check_rope
 from specbench.system.errors import UserError
 
 if TYPE_CHECKING:
@@ -98,6 +99,7 @@ def load_heads(
     if prefixed:
         prefix_settings = settings.get("prefix")
         config = LlamaConfig(**layer_sizes(target) if prefix_settings is None else prefix_settings)
+        check_rope(config)
     heads = Heads(
         settings["hydra_num_heads"],
         layers,

@@ -97,6 +97,8 @@ class HydraHeads(StateHeads):
         if prefix is None:
             super().commit(batch, verified)
             return
+        if batch.is_over:
+            return
 
         def feed(batch: Batch, count: torch.Tensor, states: torch.Tensor) -> list[torch.Tensor]:
             states = states.to(self._states.device)  # as above

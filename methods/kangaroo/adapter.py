@@ -16,6 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRMSNor
 
 from methods.common.checkpoints import (
     WEIGHTS,
+    check_vocabulary,
     check_width,
     fill,
     read_checkpoint,
@@ -25,6 +26,7 @@ from methods.common.checkpoints import (
 )
 from methods.common.draft_layer import DraftLayer
 from specbench.models.expansion import Expansion
+from specbench.decoding.model.anatomy import check_rope
 from specbench.system.errors import UserError
 
 if TYPE_CHECKING:
@@ -103,8 +105,12 @@ def load_adapter(folder: str | Path, target: StagedModel, expansion: Expansion |
             target of another width.
     """
     settings, state = read_checkpoint(folder, WHAT, FILES)
-    check_width(folder, WHAT, settings.get("hidden_size"), sizes_trained_for(target, expansion)[0])
-    adapter = Adapter(LlamaConfig(**settings))
+    width, _, vocab = sizes_trained_for(target, expansion)
+    check_width(folder, WHAT, settings.get("hidden_size"), width)
+    check_vocabulary(folder, WHAT, settings.get("vocab_size"), vocab)
+    config = LlamaConfig(**settings)
+    check_rope(config)
+    adapter = Adapter(config)
     state.pop(IGNORED, None)
     fill(folder, WHAT, adapter, state)
     if expansion is not None:

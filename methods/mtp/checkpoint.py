@@ -12,6 +12,7 @@ from transformers import Qwen3Config
 
 from methods.common.checkpoints import (
     WEIGHTS,
+    check_vocabulary,
     check_width,
     drop_copies,
     fill,
@@ -91,7 +92,9 @@ def load_mtp(folder: str | Path, target: StagedModel, expansion: Expansion | Non
     flat = {**settings, **(settings.get(LAYER) or {})}
     if problems := [*_problems(flat)]:
         raise UserError(f"{WHAT} in '{folder}' cannot be used: config.json {'; '.join(problems)}")
-    check_width(folder, WHAT, flat["hidden_size"], sizes_trained_for(target, expansion)[0])
+    width, _, vocab = sizes_trained_for(target, expansion)
+    check_width(folder, WHAT, flat["hidden_size"], width)
+    check_vocabulary(folder, WHAT, flat.get("vocab_size"), vocab)
     drop_copies(folder, WHAT, state, target, expansion)
     state = {_own_name(name): tensor for name, tensor in state.items()}
     # Speculators trains on the states in front of the target's final norm.

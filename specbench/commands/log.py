@@ -215,6 +215,7 @@ def main() -> int:
         command.add_argument("--entity", help="by default the user's own")
     arguments = vars(parser.parse_args())
     from specbench.report import tables
+    from specbench.report.compare import faulty
     from specbench.report.runs import finished_runs
 
     if arguments.pop("command") == "log":
@@ -231,6 +232,7 @@ def main() -> int:
     os.environ["WANDB_SILENT"] = "true"  # it prints nothing, and asks nothing
     runs, left_out = finished_runs(pull(**arguments))
     tables.print_overview(runs)
+    tables.print_notes(faulty(runs))
     tables.print_left_out(left_out)
     print(runs[0].folder.parent)
     return 0

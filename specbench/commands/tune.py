@@ -176,7 +176,7 @@ def own_settings(base: DictConfig, space: dict) -> dict:
 
 def is_own(override: str) -> bool:
     """Whether an argument is for the search, and not for a run."""
-    return override.lstrip("+").partition("=")[0].partition(".")[0] in OWN
+    return override.lstrip("+~").partition("=")[0].partition(".")[0] in OWN
 
 
 # -- the study

@@ -91,6 +91,10 @@ class Engine:
         self._nodes = max(drafter.max_nodes, drafter.max_draft_tokens)
         # After the known tokens: the pending one and a draft, and what passes write after them.
         self._spare = 1 + self._nodes + target.padding
+        if not drafter.needs.any_length and self.scheduler.longest_draft < self._nodes:
+            raise UserError(
+                f"drafter {type(drafter).__name__} has drafts of one length: give a larger token_budget"
+            )
         # Tokens of a verification of one sequence.
         self.verify_tokens = 1 + min(self._nodes, self.scheduler.longest_draft)
         if target.width is not None and self.verify_tokens > target.width:

@@ -272,6 +272,11 @@ class Batch:
         return len(self.lengths)
 
     @property
+    def is_over(self) -> bool:
+        """Whether none of its sequences goes on after this round."""
+        return all(sequence.done for sequence in self.sequences)
+
+    @property
     def max_draft(self) -> int:
         """The largest of `limits`."""
         return max(self.limits)

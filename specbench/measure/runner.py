@@ -168,6 +168,7 @@ def run(run_dir: Path) -> int:
     cfg = OmegaConf.create(store.read_config(run_dir))
     questions = load_questions(cfg.data, cfg.task)
     with store.open_journal(run_dir) as journal:
+        (run_dir / store.FAILURE).unlink(missing_ok=True)  # of an earlier attempt
         job = Job(run_dir, cfg, questions, journal)
         repeat = job.next_pass()
         if repeat is not None or not (run_dir / store.FACTS).exists():

@@ -12,7 +12,7 @@ import sys
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from specbench.system.errors import UserError, file_errors, one_line
+from specbench.system.errors import UserError, file_errors, one_line, warn
 from specbench.system.files import file_sha256, lock_folder, make_folder, write_atomic
 from specbench.system.paths import cache_folder, packaged
 
@@ -232,6 +232,8 @@ def _convert(path: Path, digest: str, folder: Path) -> None:
     if info["missing_keys"]:  # transformers fills them with random numbers
         missing = sorted(info["missing_keys"])
         raise UserError(f"'{path}' lacks {len(missing)} tensors, such as {missing[0]}")
+    if unused := sorted(info["unexpected_keys"]):
+        warn(f"'{path}' has {len(unused)} tensors that its config does not use, such as {unused[0]}")
     _complete(model.config.get_text_config(), reader)
     ends = {int(reader.fields[key].contents()) for key in ENDS if key in reader.fields}
     vocabulary = tokenizer.get_vocab()

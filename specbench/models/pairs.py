@@ -36,7 +36,7 @@ from specbench.models.gguf import converted, gguf_file, is_gguf, source_of
 from specbench.models.names import local_folder
 from specbench.models.packages import fetched, is_package
 from specbench.models.surgery import cut, embedding_names, share_embeddings, shares_embeddings
-from specbench.system.errors import UserError, one_line, out_of_memory
+from specbench.system.errors import UserError, one_line, out_of_memory, warn
 from specbench.system.paths import packaged
 from specbench.system.settings import plain
 
@@ -554,6 +554,10 @@ class _Source:
                     raise UserError(
                         f"the weights of '{self.name}' do not fit its config: {tensor} has the shape {list(size)}, and "
                         f"the config means {list(expected)}"
+                    )
+                if unused := sorted(info["unexpected_keys"]):
+                    warn(
+                        f"'{self.name}' has {len(unused)} tensors that its config does not use, such as {unused[0]}"
                     )
                 # transformers fills what a checkpoint lacks with random numbers; a benchmark must not.
                 lacking = set(info["missing_keys"])

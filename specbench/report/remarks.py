@@ -12,7 +12,17 @@ from specbench.measure.metrics.engine import SURPRISE
 from specbench.measure.metrics.statistics import verdict
 from specbench.report.cells import WRONG, equivalence_text, number_text, ratio_text, share_text
 from specbench.report.phases import FEW, different_phases, slow_machine, slow_machines, spread
-from specbench.report.runs import QUOTED, Run, as_text, differing_by_pair, labels, method_label, named
+from specbench.report.runs import (
+    QUOTED,
+    VOCAB_MAP,
+    VOCAB_SIZE,
+    Run,
+    as_text,
+    differing_by_pair,
+    labels,
+    method_label,
+    named,
+)
 from specbench.system.settings import TOKEN, TYPICAL
 
 if TYPE_CHECKING:
@@ -136,14 +146,26 @@ def settings_line(summary: dict) -> str:
     """What the settings of a run are; nothing where it is not known, as of older runs, or there are none."""
     source, published = summary.get("settings_source"), summary.get("settings_published") or {}
     if source == "changed":
+        chosen = summary["settings"] | _beside_settings(summary)
         changes = [
-            f"{key}={_plain(summary['settings'].get(key))} (published {_plain(value)})"
+            f"{key}={_plain(chosen.get(key))} (published {_plain(value)})"
             for key, value in published.items()
+            if chosen.get(key) != value or value is None
         ]
         return f"settings changed: {', '.join(changes)}"
     if source == "tuned":
         return f"settings tuned on {summary['settings_tuned_on']}"
     return "published settings" if source == "published" else ""
+
+
+def _beside_settings(summary: dict) -> dict:
+    """What counts as a setting beside those of a method: the rule of draft lengths, and the vocabulary."""
+    of_drafter = {key.removeprefix("drafter."): value for key, value in summary["settings"].items()}
+    return {
+        "decoding.draft_length": summary.get("draft_length"),
+        "vocab": "full" if of_drafter.get(VOCAB_MAP) is None else "trim",
+        "vocab.size": of_drafter.get(VOCAB_SIZE),
+    }
 
 
 def settings_lines(summaries: Iterable[dict]) -> list[str]:

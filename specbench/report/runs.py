@@ -84,12 +84,13 @@ DIFFERING = {
     "verify_width": "width {}",
     "compiled": "compiled={}",
     "quoted_against": "against {}",
+    "engine_plain": "{}",
     "experiment": "{}",
 }
 # What comes with others of these: a difference only between runs that agree in them.
 COMES_WITH = {"compiled": ("pair",), "questions_sha256": ("data", "split"), "pool": ("unit",)}
 # No differences: what older runs do not tell, and that another engine is its own baseline.
-UNTOLD: dict[str, set] = {"pool": {None}, "quoted_against": {None}}
+UNTOLD: dict[str, set] = {"pool": {None}, "quoted_against": {None}, "engine_plain": {None}}
 QUOTED = {"engine": "our loop", "hf_generate": "transformers generate"}  # what speedups are against
 
 
@@ -420,7 +421,8 @@ def _differing(summaries: list[Mapping], without: Collection[str]) -> list[list[
     What comes with others is a difference only between runs that agree in those: see `COMES_WITH`.
     """
     summaries = [
-        dict(summary) | {"pair": pair, "quoted_against": _quoted(summary)}
+        dict(summary)
+        | {"pair": pair, "quoted_against": _quoted(summary), "engine_plain": _engine_plain(summary)}
         for summary, pair in zip(summaries, pair_names(summaries))
     ]
     several = [key for key in DIFFERING if key not in without and _differs(key, summaries)]
@@ -446,6 +448,12 @@ def _differs(key: str, summaries: Iterable[Mapping]) -> bool:
 def _quoted(summary: Mapping) -> str | None:
     """What a speedup is against; None of another engine, which is its own baseline."""
     return None if summary.get("engine") else QUOTED[summary["baseline"]["quoted_against"]]
+
+
+def _engine_plain(summary: Mapping) -> str | None:
+    """The version of another engine and how its plain arm was told to decode; None of our own."""
+    engine = summary.get("engine")
+    return engine and ", ".join([engine["version"], *as_text(engine["plain"])])
 
 
 def row_names(runs: list[Run]) -> list[str]:
@@ -562,6 +570,8 @@ def _means(summary: Mapping) -> dict[str, object]:
         means["machine.processor"] = summary.get("processor")
     if "compiled" in summary:
         means["compiled"] = summary["compiled"]
+    if summary.get("temperature") or summary.get("weights") == "random":
+        means["seed"] = summary.get("seed")
     return means
 
 

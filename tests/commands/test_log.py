@@ -300,6 +300,13 @@ def test_a_run_that_is_left_out_is_named_and_the_exit_code_says_so(runs, tmp_pat
     assert f"left out: {tmp_path.name}: unfinished" in capsys.readouterr().out
 
 
+def test_a_comparison_tells_of_questions_that_failed(runs, monkeypatch, capsys):
+    monkeypatch.setattr(tracking, "pull", lambda **_: runs)
+    monkeypatch.setattr(sys, "argv", ["log", "compare", "g"])
+    assert tracking.main() == 0
+    assert "FAILED: 1 questions, left out of every number" in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_key_on_the_command_line_is_told_of_the_options(runs, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["log", "log", str(runs[0]), "tracker.mode=offline"])
     with pytest.raises(SystemExit):

@@ -77,6 +77,11 @@ def test_bounds():
             tune.distribution(optuna, "k", wrong)
 
 
+def test_what_the_search_takes_is_no_argument_of_a_run():
+    own = ("trials=3", "+search.k=[1,2]", "~search.method.nodes", "++trials=2")
+    assert all(map(tune.is_own, own)) and not tune.is_own("~tracker") and not tune.is_own("method.k=3")
+
+
 def test_settings_as_a_command_takes_them():
     assert tune.as_overrides({"a": 0.05 * 11, "b": None, "c": "[0.3,0.6]"}) == [
         "a=0.55",

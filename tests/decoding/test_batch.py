@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -131,6 +132,15 @@ def test_a_budget_of_one_token_a_row_is_autoregressive_decoding():
     assert not any(s.drafted for a in answers for s in a.steps)
     with pytest.raises(UserError, match=r"token_budget .*\b4\b.*\b3\b"):
         Scheduler(4, token_budget=3)
+
+
+def test_drafts_of_one_length_are_not_cut_to_a_budget():
+    pair = random_pair("llama")
+    drafter = ModelChain(pair.draft, 6)
+    drafter.needs = replace(drafter.needs, any_length=False)
+    Engine(StagedModel(pair.target), drafter, frozenset(), Scheduler(4, token_budget=28))
+    with pytest.raises(UserError, match="ModelChain has drafts of one length.* token_budget"):
+        Engine(StagedModel(pair.target), drafter, frozenset(), Scheduler(4, token_budget=27))
 
 
 def test_what_a_call_leaves_behind_serves_the_next():

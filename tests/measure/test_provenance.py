@@ -242,6 +242,15 @@ def test_a_run_goes_on_only_where_it_began(found, tmp_path):
     assert (tmp_path / store.PROVENANCE).read_bytes() == before
     with pytest.raises(UserError, match=r"questions\.sha256 .* 0"):
         provenance.record(tmp_path, found | {"questions": {"path": "x", "sha256": "0"}})
+    for folder, advice in ((None, "the same command now starts anew"), ("x", "name another folder")):
+        begun = found | {
+            "questions": {"path": "x", "sha256": "0"},
+            "config": found["config"] | {"run_dir": folder},
+        }
+        with pytest.raises(
+            UserError, match=f": {advice}; where they are as they were, run_dir={tmp_path} goes on"
+        ):
+            provenance.record(tmp_path, begun)
 
 
 def test_bandwidth_is_a_plausible_speed(monkeypatch):

@@ -212,6 +212,13 @@ def test_a_full_disk_ends_a_run_in_one_line(workplace, tmp_path, monkeypatch, ca
     assert records[:3] == before and len(records) == len(CATEGORIES)
 
 
+def test_why_an_earlier_attempt_ended_is_not_why_a_later_one_did(workplace, tmp_path):
+    run_dir = start(workplace, "pld", tmp_path, "task=rag")
+    store.note_failure(run_dir, "No space left on device")
+    assert runner.run(run_dir) == 0
+    assert store.why_failed(run_dir) is None
+
+
 def test_a_full_disk_at_the_summary_is_told_in_one_line(workplace, tmp_path, monkeypatch, capsys):
     run_dir = start(workplace, "pld", tmp_path, "task=rag")
     finalise = store.finalise

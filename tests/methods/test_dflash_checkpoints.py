@@ -231,6 +231,14 @@ def test_what_is_not_known_is_refused_by_its_name(change, says, tmp_path):
         load_blocks(tmp_path, StagedModel(pair.target))
 
 
+@pytest.mark.parametrize("head", ["markov", "selector"])
+def test_a_correction_of_another_vocabulary_is_refused(head, tmp_path):
+    model = drafting_model(random_pair("llama", vocab_size=70), head)
+    save_blocks(model, tmp_path, torch.float32)
+    with pytest.raises(UserError, match="made for another target: they correct 70 tokens, and it has 61"):
+        load_blocks(tmp_path, StagedModel(random_pair("llama").target))
+
+
 def test_who_lacks_the_part_is_told_how_it_is_trained():
     with pytest.raises(UserError, match="`specbench train dflash pair=tiny head=markov`"):
         check(composed("bench", "method=dspark", "pair=tiny", "pair.parts.dspark=null"))

@@ -14,6 +14,7 @@ from methods.sps import SpeculativeSampling
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
 from specbench.system.errors import UserError
+from tests.support.decoding import random_pair
 from tests.support.methods import drafts, saved_adapter, sorted_pair, trimmed, trimming
 
 METHODS = ("sps", "kangaroo", "s2d")
@@ -95,6 +96,15 @@ def test_a_head_that_scores_some_tokens_alone_is_not_trimmed():
     assert head.rows == 3 and head.ids(torch.tensor([1, 0])).tolist() == [3, 9]
     with pytest.raises(UserError, match="set vocab=full"):
         draft_head(trimming(pair, "a map"), pair.staged, ids)
+
+
+def test_probabilities_of_a_whole_head_are_not_copied():
+    pair = random_pair("llama")
+    vocab = pair.target.config.vocab_size
+    rows = torch.rand(2, 3, vocab)
+    assert DraftHead(pair.staged, vocab).widen(rows) is rows
+    wider = DraftHead(pair.staged, vocab + 5).widen(rows)
+    assert torch.equal(wider[..., :vocab], rows) and not wider[..., vocab:].any()
 
 
 def test_layers_have_the_targets_head_unless_they_have_their_own():

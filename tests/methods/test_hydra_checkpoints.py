@@ -127,6 +127,7 @@ def test_files_that_do_not_fit_are_refused(change, message, tmp_path):
         ({"hydra_head_arch": "mlp"}, "missing hydra_mlp.0.0.linear.bias.*unknown hydra_mlp.0.1"),
         ({"grounded_heads": False}, "grounded_heads is not true"),
         ({"hidden_state_offset": 1}, "hidden_state_offset is not 0"),
+        ({"prefix": {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}}, "'dynamic'"),
     ],
 )
 def test_heads_of_another_kind_are_refused(settings, message, tmp_path):

@@ -143,7 +143,7 @@ def test_the_prefix_layers_cache_is_that_of_one_pass_over_all_states(arch, sched
         inner(batch, verified)
         for slot, (sequence, count) in enumerate(zip(batch.sequences, verified.counts)):
             # Cut after a stop token the text has less than was accepted, and is not gone on with.
-            if sequence.length != batch.lengths[slot] + count + 1:
+            if batch.is_over or sequence.length != batch.lengths[slot] + count + 1:
                 continue
             out = prefix(inputs_embeds=finals(pair, sequence.tokens[:-1]), use_cache=True)
             n = sequence.length - 1
@@ -162,6 +162,15 @@ def test_the_prefix_layers_cache_is_that_of_one_pass_over_all_states(arch, sched
     )
     batches.assert_lossless(engine, requests, expected)
     assert len(checked) > 1 and checked.total() > 30
+
+
+def test_the_prefix_layer_does_not_run_after_the_last_round(tmp_path, monkeypatch):
+    pair = random_pair("llama")
+    drafter, passes = HydraHeads(pair, saved_heads(pair, tmp_path, prefix=True)), []
+    prefix = drafter.heads.prefix
+    prefix.register_forward_hook(lambda *_: passes.append(1))
+    rounds = len(Engine(pair.staged, drafter, frozenset()).answer(PROMPT, SamplingParams(12)).steps)
+    assert len(passes) == 1 + rounds - 1  # of the prompt, and after each round but the last
 
 
 def test_a_smaller_tree(folder):

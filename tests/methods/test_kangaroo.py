@@ -186,6 +186,26 @@ def test_an_adapter_of_another_width_is_refused(folder):
         load_adapter(folder, StagedModel(random_model("llama", 0, hidden_size=48)))
 
 
+def edited(folder: str, **settings: object) -> None:
+    path = Path(folder) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+
+
+def test_an_adapter_for_another_vocabulary_is_told(folder, capsys):
+    target = StagedModel(random_pair("llama").target)
+    load_adapter(folder, target)
+    assert capsys.readouterr().err == ""
+    edited(folder, vocab_size=99)
+    load_adapter(folder, target)
+    assert f"'{folder}' were made for a target of 99 tokens, and this one has 61" in capsys.readouterr().err
+
+
+def test_an_adapter_whose_angles_are_those_of_a_whole_pass_is_refused(folder):
+    edited(folder, rope_parameters=None, rope_scaling={"rope_type": "dynamic", "factor": 2.0})
+    with pytest.raises(UserError, match="'dynamic'"):
+        load_adapter(folder, StagedModel(random_pair("llama").target))
+
+
 def test_a_pickle_that_runs_code_is_not_loaded(folder, tmp_path):
     (tmp_path / "model.safetensors").unlink()
     torch.save({"norm.weight": RunsCode()}, tmp_path / "pytorch_model.bin")

@@ -12,6 +12,7 @@ from methods.eqspec import EqSpec
 from methods.exspec import ExSpec
 from methods.ragged import RaggedBatch
 from methods.recycling import RANKS, TREE, TokenRecycling
+from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
@@ -77,6 +78,9 @@ class Watched(TokenRecycling):
 
     def commit(self, batch, verified):
         super().commit(batch, verified)
+        if batch.is_over:  # nothing is drafted from this table any more
+            self.compare()
+            return
         draft = verified.draft
         tokens, k = [*batch.last_tokens(1)[0].tolist(), *draft.tokens[0].tolist()], draft.tokens.shape[1]
         depths = draft.tree.offsets()[0].tolist()
@@ -100,6 +104,29 @@ def test_the_table_after_every_round(prompt):
     answer = Engine(StagedModel(pair.target), drafter, frozenset()).answer(PROMPT, SamplingParams(40))
     assert sum(step.accepted for step in answer.steps) > 3
     assert max(step.drafted for step in answer.steps) == 30
+
+
+def test_a_target_has_fewer_tokens_than_a_table_has_columns():
+    pair = random_pair("llama", vocab_size=7)
+    drafter = TokenRecycling(pair)
+    assert drafter.max_nodes == len([path for path in TREE if max(path) < 7]) < len(TREE)
+    prompt = [token % 7 for token in PROMPT]
+    answers = [
+        Engine(pair.staged, one, frozenset()).answer(prompt, SamplingParams(24))
+        for one in (drafter, Drafter())
+    ]
+    assert answers[0].tokens == answers[1].tokens
+
+
+def test_the_last_round_of_an_answer_teaches_only_what_goes_on(monkeypatch):
+    learned = []
+    monkeypatch.setattr(TokenRecycling, "_learn", lambda self, *_: learned.append(self.shared))
+    for memory in ("answer", "run"):
+        pair = random_pair("llama")
+        drafter = TokenRecycling(pair, 20, prompt=False, memory=memory)
+        rounds = len(Engine(pair.staged, drafter, frozenset()).answer(PROMPT, SamplingParams(12)).steps)
+        assert len(learned) == rounds - (memory == "answer")
+        learned.clear()
 
 
 def accepted(drafter, engine: Engine, prompt: list[int]) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from itertools import islice
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -100,6 +101,15 @@ def test_a_missing_and_a_broken_map_are_named(tmp_path):
         kept_ids(tmp_path, PAIR, None)
     (tmp_path / FILE).write_text('{"rows": [[1, 2')
     with pytest.raises(UserError, match=FILE):
+        kept_ids(tmp_path, PAIR, None)
+
+
+@pytest.mark.parametrize("wrong", [lambda ids: ids[-1:], lambda _: [-1], lambda ids: [max(ids) + 10**6]])
+def test_a_map_that_lists_an_id_twice_or_no_token_is_refused(folder, tmp_path, wrong):
+    content = json.loads((Path(folder) / FILE).read_text())
+    content["rows"] += [[token, 0] for token in wrong([row[0] for row in content["rows"]])]
+    (tmp_path / FILE).write_text(json.dumps(content))
+    with pytest.raises(UserError, match="broken: it lists an id twice, or one"):
         kept_ids(tmp_path, PAIR, None)
 
 

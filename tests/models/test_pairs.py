@@ -124,6 +124,16 @@ def test_weights_of_another_size_than_the_config_says_are_named(cfg):
         load_pair(cfg, seed=0, with_draft=False)
 
 
+def test_weights_that_the_config_does_not_use_are_told(cfg, capsys):
+    layers = read_json(_file(cfg.target, "config.json"))["num_hidden_layers"]
+    load_pair(cfg, seed=0, with_draft=False)
+    assert "does not use" not in capsys.readouterr().err
+    edit_json(_file(cfg.target, "config.json"), num_hidden_layers=layers - 1)
+    load_pair(cfg, seed=0, with_draft=False)
+    said = capsys.readouterr().err
+    assert f"tensors that its config does not use, such as model.layers.{layers - 1}." in said
+
+
 @pytest.mark.parametrize(
     ("more", "layers"), [([], 2), (["pair.draft=other"], None), (["pair.draft_layers=1"], 1)]
 )

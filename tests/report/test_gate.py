@@ -128,6 +128,14 @@ def test_what_runs_computed_with_must_be_the_same(pair, change, says):
         assert gate.judge(runs, fail_below=0.97, allow=[says.split()[0]])[0].verdict == "passed"
 
 
+@pytest.mark.parametrize("change", [{"temperature": 1.0}, {"weights": "random"}])
+def test_another_seed_is_another_measurement_where_it_changes_what_is_measured(pair, change):
+    first, second = (replace(one, summary=one.summary | {"seed": i}) for i, one in enumerate(pair(1.5)))
+    assert differences(first, second) == []
+    first, second = (replace(one, summary=one.summary | change) for one in (first, second))
+    assert differences(first, second) == ["seed 0 against 1"]
+
+
 def test_another_machine_may_have_another_gpu(pair):
     gpu = {"device": "cuda:0", "processor": "H100"}
     first, second = (replace(one, summary=one.summary | gpu) for one in pair(1.5))

@@ -367,6 +367,12 @@ def test_labels_name_what_runs_differ_in():
     older = batched("ragged", "sps") | {"pool": None}
     assert labels([older, pools[1] | {"drafter": "pld"}]) == ["ragged + sps", "ragged + pld"]
     engine = SUMMARY | {"engine": ENGINE}
+    other = changed(engine, engine__plain={"cache_type_k": "q8_0"})
+    assert labels([engine, other, changed(engine, engine__version="xllamacpp==2")]) == [
+        "kangaroo by llama_cpp, xllamacpp==1, cache_type_k=f16",
+        "kangaroo by llama_cpp, xllamacpp==1, cache_type_k=q8_0",
+        "kangaroo by llama_cpp, xllamacpp==2, cache_type_k=f16",
+    ]
     beside = changed(SUMMARY, baseline__quoted_against="hf_generate")
     assert "against" not in labels([engine, beside])[0]
     against = [changed(SUMMARY, baseline__quoted_against=arm) for arm in ("engine", "hf_generate")]

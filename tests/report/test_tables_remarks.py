@@ -108,6 +108,30 @@ def of_source(source: str | None, **more) -> dict:
             of_source("changed", settings={"nodes": 16}, settings_published={"nodes": 80, "width": None}),
             "settings changed: nodes=16 (published 80), width=null (published null)",
         ),
+        (
+            of_source(
+                "changed", draft_length="adaptive", settings_published={"decoding.draft_length": "constant"}
+            ),
+            "settings changed: decoding.draft_length=adaptive (published constant)",
+        ),
+        (
+            of_source(
+                "changed",
+                settings={"drafter.vocab_map": "maps/a", "drafter.vocab_size": 2048},
+                settings_published={"vocab": "trim", "vocab.size": 4096},
+            ),
+            "settings changed: vocab.size=2048 (published 4096)",
+        ),
+        (
+            of_source(
+                "changed", settings={"vocab_map": "a", "vocab_size": 9}, settings_published={"vocab": "full"}
+            ),
+            "settings changed: vocab=trim (published full)",
+        ),
+        (
+            of_source("changed", settings={"k": 3}, settings_published={"vocab": "trim", "vocab.size": 4096}),
+            "settings changed: vocab=full (published trim), vocab.size=null (published 4096)",
+        ),
         (of_source(None), ""),
         (SUMMARY, ""),  # an older run
     ],

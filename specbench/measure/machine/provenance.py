@@ -131,10 +131,11 @@ def record(run_dir: Path, provenance: dict) -> None:
         return
     changed = differences(read_json(path), finite(provenance), SAME_RUN)
     if changed:
-        raise UserError(
-            f"{run_dir} was begun under other conditions ({'; '.join(changed)}): the same command now starts anew; "
-            f"where they are as they were, run_dir={run_dir} goes on"
+        begun = f"{run_dir} was begun under other conditions ({'; '.join(changed)})"
+        anew = (
+            "name another folder" if provenance["config"]["run_dir"] else "the same command now starts anew"
         )
+        raise UserError(f"{begun}: {anew}; where they are as they were, run_dir={run_dir} goes on")
 
 
 def differences(first: dict, second: dict, names: Sequence[str] = COMPARABLE) -> list[str]:

@@ -269,7 +269,7 @@ def relative(
     pools = pools_of(frames[0][0])
     units = shared if pools is None else set(pools)
     quotient = ratio_of_means(ours, theirs, pools, [_process_sums(run, units) for run in processes])
-    if pools is None or len(units) > 1:
+    if pools is None or len(units) != 1:
         return Relative(quotient, len(units), QUESTION if pools is None else POOL)
     ratio = Speedup(quotient.value, None, None) if counted else quotient
     return Relative(ratio, len(shared), REPEAT)
