@@ -340,7 +340,7 @@ def _record(cfg: DictConfig, wanted: dict[str, Any], held_out: bool) -> dict[str
     record = read_json(folder / RECORD)
     for name, value in wanted.items():
         if record.get(name, value) != value:
-            raise UserError(f"the states in '{folder}' have {name}={record[name]}, and the training {value}")
+            raise UserError(f"the states in '{folder}' have {name}={record[name]}; the training has {value}")
     count, least = _count(cfg, folder), 1 if held_out else cfg.batch_size
     if count < least:
         raise UserError(f"'{folder}' holds {count} rows, fewer than batch_size={least}")

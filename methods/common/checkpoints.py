@@ -266,7 +266,7 @@ def draft_token_ids(
     unsure = t2d is None and rows < vocab_size and rows > 1
     if not agrees or (unsure and (bool((offsets.diff() > 0).all()) or not offsets.any())):
         raise refuse(
-            "d2t does not hold how far each token's id follows its row (ids in place of distances, an empty table, "
+            "d2t does not hold each token id's distance from its row (ids in place of distances, an empty table, "
             "or one of another checkpoint)"
         )
     if int(ids.max()) >= vocab:

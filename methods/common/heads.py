@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 # Token ids [b, k] of the target and, when they were drawn, the distributions [b, k, vocab] that they were drawn from.
 Chosen = tuple[torch.Tensor, torch.Tensor | None]
-UNTRIMMED = "the drafter's weights score some tokens alone, by a map of their own: set vocab=full"
+UNTRIMMED = "the drafter's weights score only some tokens, by a map of their own: set vocab=full"
 
 
 class DraftHead:

@@ -231,7 +231,7 @@ def check_layers(cfg: DictConfig, pair: Pair) -> None:
     layers, depth = layers_of(cfg), pair.target.config.num_hidden_layers
     if not layers or not all(0 <= i < depth for i in layers):
         raise UserError(
-            f"layers must be some of the target's, 0 to {depth - 1}, or how many of its first; not {layers}"
+            f"layers must be some of the target's, 0 to {depth - 1}, or a count of its first, not {layers}"
         )
 
 

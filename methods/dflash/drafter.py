@@ -57,9 +57,7 @@ class BlockDrafter(Drafter):
 
         model = load_blocks(weights, pair.staged, pair.expansion)
         if (head := model.config.head) != self.joins:
-            raise UserError(
-                f"the drafting model in '{weights}' is one of head={head}: set method={METHODS[head]}"
-            )
+            raise UserError(f"the drafting model in '{weights}' has head={head}: set method={METHODS[head]}")
         self.model = model.for_drafting(pair)
         self.taps = model.taps
         self.head = draft_head(pair, pair.staged, layers=self.model)

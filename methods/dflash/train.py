@@ -280,7 +280,7 @@ def fresh_model(cfg: DictConfig, target: StagedModel, mask: int) -> BlockModel:
     layers = len(target.layers)
     taps = default_taps(layers, cfg.taps) if isinstance(cfg.taps, int) else tuple(cfg.taps)
     if not taps or not 0 <= min(taps) <= max(taps) < layers:
-        raise UserError(f"taps must be depths of the target, 0 to {layers - 1}, or how many; not {[*taps]}")
+        raise UserError(f"taps must be depths of the target, 0 to {layers - 1}, or a count, not {[*taps]}")
     model = BlockModel(config, taps).to(target.device)
     with torch.no_grad():
         model.norm.weight.copy_(UNSURE * cast("torch.Tensor", target.norm.weight))

@@ -91,7 +91,7 @@ def check_embedding(folder: str | Path, embedding: torch.Tensor | None, target: 
         fits = fits and torch.allclose(*same, atol=1e-2, rtol=1e-2)
     if not fits:
         raise UserError(
-            f"{WHAT} in '{folder}' hold another embedding than the target: they were made for another one"
+            f"{WHAT} in '{folder}' hold an embedding unlike the target's: they were made for another one"
         )
 
 

@@ -63,5 +63,5 @@ class Medusa(StateHeads):
     def export(self, folder: Path) -> None:
         """Writes the heads as vLLM reads them, which has chains of their likeliest tokens in place of the tree."""
         if self.head.token_ids is not None:
-            raise UserError("heads that score some tokens alone are not exported: set vocab=full")
+            raise UserError("heads that score only some tokens are not exported: set vocab=full")
         save_for_vllm(self.heads, self.target.lm_head.weight, folder, self.target.dtype)

@@ -36,7 +36,7 @@ def train(cfg: DictConfig) -> Path:
     """Makes a datastore as configured (conf/train_rest.yaml) and returns its folder."""
     check_all(cfg, SETTINGS)
     if cfg.conversations is None and cfg.tokens is None:
-        raise UserError("the pair's own text has no end: say how many tokens=, or give conversations=FILE")
+        raise UserError("the pair's own text never ends: set tokens=NUMBER or give conversations=FILE")
     check_source(cfg.conversations, cfg.pair)
     questions = find_questions_file(cfg.data)
     measured = MeasuredTexts(file_questions(cfg.data, cfg.task, questions))

@@ -117,7 +117,7 @@ def train(cfg: DictConfig) -> Path:
     make_folder(path.parent)
     lines = ",\n".join(f" {json.dumps(name)}: {json.dumps(value)}" for name, value in facts.items())
     write_atomic(path, f"{{\n{lines}\n}}\n")
-    print("tokens a round, if every place were as likely to begin one:")
+    print("tokens a round, if all places were equally likely starts:")
     for nodes in (*(n for n in (1, 2, 4, 8, 16, 32) if n < len(tree)), len(tree)):
         deepest = max(map(len, tree[:nodes]))
         expected = 1 + sum(facts["tree_counts"][:nodes]) / positions

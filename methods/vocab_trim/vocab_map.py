@@ -92,7 +92,7 @@ def kept_ids(source: str | Path, pair: Pair, size: int | None) -> list[int]:
     vocabulary = sorted(pair.tokenizer.get_vocab().values())
     if len({*ids}) < len(ids) or not {*ids} <= {*vocabulary}:
         raise UserError(
-            f"the vocabulary map '{path}' is broken: it lists an id twice, or one that is no token's"
+            f"the vocabulary map '{path}' is broken: it lists an id twice, or an id without a token"
         )
     forced = len(always_kept(pair.tokenizer, pair.stop_ids))
     if size is not None and not forced <= size <= len(vocabulary):

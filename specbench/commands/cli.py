@@ -70,7 +70,7 @@ COMMANDS = {
             ("sweep method=sps,pld hydra/launcher=submitit_slurm", "on a cluster"),
         ),
         first=("-m",),
-        notes=COMPOSED + "\nThe same command again goes on where a sweep was stopped.",
+        notes=COMPOSED + "\nThe same command resumes a sweep that was stopped.",
         config="bench",
     ),
     "tune": Command(
@@ -92,8 +92,8 @@ COMMANDS = {
         "A B ... [--metric NAME] [--fail-below RATIO] [--allow KEY ...] [--json]",
         "Compare finished runs with the first of them; a gate for CI.",
         (
-            ("compare runs/A runs/B", "whether they compare, and how much faster B is"),
-            ("compare runs/A runs/B --fail-below 0.97", "exit code 1 if B is too slow, 2 if they do not compare"),
+            ("compare runs/A runs/B", "comparable or not, and how much faster B is"),
+            ("compare runs/A runs/B --fail-below 0.97", "exit code 1 if B is too slow, 2 if not comparable"),
             ("compare runs/A runs/B --metric acceptance_length --json", "another metric, for a program to read"),
         ),
         first=("compare",),

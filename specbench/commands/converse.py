@@ -365,7 +365,7 @@ def benchmark_of(cfg: DictConfig) -> BenchmarkNgrams:
     try:
         questions = file_questions(cfg.data, cfg.task)
     except UserError as error:
-        raise UserError(f"{error}; avoid_benchmark=false looks for no question in what is written") from error
+        raise UserError(f"{error}; avoid_benchmark=false skips the search for benchmark questions") from error
     return BenchmarkNgrams(questions)
 
 

@@ -43,7 +43,7 @@ def _models(cfg: DictConfig) -> Iterator[tuple[str, Path]]:
     write = as_gguf if cfg.form == "gguf" else as_folder
     if write is as_gguf:
         print(
-            "the file does not name how its tokenizer splits text before it merges bytes: give engines token ids, or "
+            "the file does not say how its tokenizer splits text before it merges bytes: give engines token ids, or "
             "set tokenizer.ggml.pre in it",
             file=sys.stderr,
         )

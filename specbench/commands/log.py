@@ -134,7 +134,7 @@ def pull(group: str, project: str = "specbench", entity: str | None = None, into
     user's own. Raises UserError when there is no such group, no login, or no network.
     """
     if not group:
-        raise UserError("a group has a name: make wandb-compare GROUP=name")
+        raise UserError("name the group: make wandb-compare GROUP=name")
     group_runs = _run_folders(group, project, entity)
     names = [name for name, _, _ in group_runs]
     folders = []
@@ -203,7 +203,7 @@ def main() -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    log = commands.add_parser("log", help="log finished runs; twice is no harm")
+    log = commands.add_parser("log", help="log finished runs; safe to repeat")
     log.add_argument("run_dir", nargs="+", type=Path, help="run folders, or folders of them")
     log.add_argument("--group", help="by default the one that the run was made with")
     log.add_argument("--mode", choices=MODES)

@@ -150,7 +150,7 @@ class Command:
 
     def __getstate__(self) -> NoReturn:
         raise UserError(
-            "this launcher would lose what becomes of the jobs: choose another, hydra/launcher=local"
+            "this launcher loses the jobs' outcomes: choose another, such as hydra/launcher=local"
         )
 
     def report(self) -> int:

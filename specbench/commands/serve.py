@@ -32,11 +32,11 @@ def serve(cfg: DictConfig) -> None:
     check_all(cfg, SETTINGS)
     spec = check(cfg)
     if spec.engine is not None or spec.unit != QUESTION or spec.needs.reference_answer:
-        raise UserError("one drafter of this project's is served, one answer at a time: such as method=sps")
+        raise UserError("serve takes one drafter of this project, one answer at a time, such as method=sps")
     try:
         listening = CompletionServer(cfg.port)
     except OSError as error:
-        raise UserError(f"port {cfg.port} cannot be listened at: {error.strerror}") from error
+        raise UserError(f"cannot listen on port {cfg.port}: {error.strerror}") from error
     from specbench.engines.own import OwnDecoder, Streamed  # late: torch takes seconds
     from specbench.measure.arms import METHOD
     from specbench.measure.runner import choose, make_ready, prepare

@@ -206,7 +206,7 @@ def check_values(cfg: DictConfig) -> None:
 
         if torch.cuda.is_available() if cfg.pair.device == "auto" else cfg.pair.device != "cpu":
             raise UserError(
-                "on CUDA pair.compile=true compiles what is captured, and nothing is: set pair.graphs=null or "
+                "on CUDA pair.compile=true needs captured passes, and there are none: set pair.graphs=null or "
                 "pair.compile=null"
             )
 
@@ -295,10 +295,10 @@ def check_verification(decoding: DictConfig, drafter: str, groups: Iterable[Mapp
     if rule != values.BLOCK:
         return
     if not samples:
-        raise UserError("decoding.verification=block is for drafts that are drawn: set decoding=sample")
+        raise UserError("decoding.verification=block is for sampled drafts: set decoding=sample")
     if any(pkgutil.resolve_name(group["_target_"]).draws_trees(group) for group in groups):
         raise UserError(
-            f"decoding.verification=block is for chains, and {drafter} draws trees: set it to {values.TOKEN}"
+            f"decoding.verification=block is for chains; {drafter} samples trees: set it to {values.TOKEN}"
         )
 
 
@@ -378,7 +378,7 @@ def check_batch(cfg: DictConfig, spec: RunSpec, slots: int) -> None:
     inner = spec.drafter.get(WRAPPED) or spec.drafter
     if slots > 1 and spec.needs.one_memory and inner.get(memory) != lasting:
         raise UserError(
-            f"{inner['name']} has one memory for all sequences, which no answer begins anew while others go on: "
+            f"{inner['name']} has one memory for all sequences, which cannot be reset while any is running: "
             f"set drafter.{memory}={lasting}"
         )
 
@@ -448,7 +448,7 @@ def check_vocab(cfg: DictConfig, what: str, name: str, trims: bool) -> None:
     """
     is_full = cfg.vocab.name == "full"
     if is_full and (cfg.vocab.map is not None or cfg.vocab.size is not None):
-        raise UserError("vocab.map and vocab.size are of a trimmed head: set vocab=trim too")
+        raise UserError("vocab.map and vocab.size need a trimmed head: set vocab=trim too")
     if not is_full and not trims:
         raise UserError(f"{what} {name} has no head to trim: set vocab=full")
     if not is_full and cfg.vocab.map is None:

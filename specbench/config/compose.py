@@ -445,7 +445,7 @@ def with_hydra(config_name: str, task: Callable[[DictConfig], object], goes_on: 
     except NOT_COMPOSED as error:
         raise UserError(explain(error, config_name, overrides)) from error
     except KeyboardInterrupt as stop:
-        place = str(stop) or ("the same command goes on from here" if goes_on else "")
+        place = str(stop) or ("the same command resumes from here" if goes_on else "")
         print("\nstopped" + (f"; {place}" if place else ""), file=sys.stderr)
         return 130
     return 0

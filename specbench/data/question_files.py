@@ -176,7 +176,7 @@ def _of_user(messages: Any, where: str) -> list:
     for message in messages:
         if message.get("role") != "user":
             raise UserError(
-                f"{where}: a message of the role {message.get('role')!r}: only a user's messages are asked"
+                f"{where}: a message with role {message.get('role')!r}: only user messages are asked"
             )
     return [message.get("content") for message in messages]
 

@@ -85,7 +85,7 @@ def kinds_of(cfg: Mapping) -> list[Kind]:
                 raise UserError(f"a template of kinds.{kind.name} has the field '{name}': {hint}")
     kinds = [kind for kind in kinds if kind.share]
     if not kinds:
-        raise UserError("kinds holds none with a share above 0")
+        raise UserError("kinds: none has a share above 0")
     return kinds
 
 

@@ -204,7 +204,7 @@ class Drafter:
             UserError: There is no such form.
         """
         raise UserError(
-            f"{type(self).__name__} has nothing to export; parts that other engines read are read as they are"
+            f"{type(self).__name__} has nothing to export; engines read supported parts as they are"
         )
 
     def close(self) -> None:

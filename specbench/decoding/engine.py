@@ -99,7 +99,7 @@ class Engine:
         self.verify_tokens = 1 + min(self._nodes, self.scheduler.longest_draft)
         if target.width is not None and self.verify_tokens > target.width:
             raise UserError(
-                f"decoding.verify_width is {target.width}, and a draft with the token in front of it has up to "
+                f"decoding.verify_width is {target.width}, but a draft and its pending token take up to "
                 f"{self.verify_tokens}: set decoding.verify_width={self.verify_tokens} or more, or null"
             )
         self._cache: KVCache | None = None
@@ -399,7 +399,7 @@ class Engine:
         drawn = self.drafter.max_nodes and not self.drafter.deterministic
         if requests[0].decoding.verification == BLOCK and drawn:
             raise UserError(
-                "decoding.verification=block is for chains, and this drafter draws trees: set it to token"
+                "decoding.verification=block is for chains; this drafter samples trees: set it to token"
             )
         if requests[0].decoding.verification == TYPICAL and not requests[0].decoding.greedy:
             raise UserError("decoding.verification=typical is for greedy decoding: set it to token")

@@ -89,9 +89,9 @@ def _warn_of_lacking_begin(path: Path, prompts: list[list[int]], pair: Pair) -> 
 def _read(line: Any, number: int, pair: Pair) -> Answered:
     """One line. Raises UserError, without the place."""
     if not isinstance(line, dict) or "tokens" not in line or ("prompt" in line) == ("messages" in line):
-        raise UserError("a line has `tokens`, and either `prompt` or `messages`")
+        raise UserError("lines need `tokens` and either `prompt` or `messages`")
     if unknown := line.keys() - KEYS:
-        raise UserError(f"unknown key '{min(unknown)}': there are {', '.join(sorted(KEYS))}")
+        raise UserError(f"unknown key '{min(unknown)}': keys are {', '.join(sorted(KEYS))}")
     prompt, tokens = _prompt_of(line, pair), line["tokens"]
     for name, ids in (("prompt", prompt), ("tokens", tokens)):
         if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < pair.vocab_size for i in ids):

@@ -190,8 +190,8 @@ def _completed(streamed: list[SentToken], tokens: list[int]) -> list[SentToken]:
         sent += is_sent
     if sent < len(streamed):
         raise UserError(
-            "llama.cpp left token ids out of its stream, those that end inside a character, and without a stream its "
-            "answer is another one"
+            "llama.cpp left token ids that end inside a character out of its stream, and without a stream its answer "
+            "differs"
         )
     return completed
 

@@ -41,8 +41,8 @@ def interpreter(name: str, install: Mapping) -> Path:
     if not (folder / COMPLETE).exists():
         named = ", ".join(install["requirements"])
         raise UserError(
-            f"engine {name} is not installed, as {named}: run `specbench engine install {name}`, with the settings "
-            "engine.install.* of the run, if it has any"
+            f"engine {name} ({named}) is not installed: run `specbench engine install {name}`, with the run's "
+            "engine.install.* settings, if any"
         )
     return folder / "bin" / "python"
 

@@ -102,7 +102,7 @@ class OpenVINO(ServedEngine):
         """As of every engine. Raises UserError for a batch, and for a scheduler that keeps prompts, too."""
         super().check(settings, drafter, batch_size)
         if batch_size > 1:
-            raise UserError("engine openvino is asked for one answer at a time: leave batch_size out")
+            raise UserError("engine openvino takes one answer at a time: leave batch_size out")
         scheduler = settings["plain"].get("scheduler", {})
         check("engine.plain.scheduler", scheduler, dict)
         if scheduler.get(CACHING, True):

@@ -78,7 +78,7 @@ class OwnDecoder:
         """
         if max(completion.prompt) >= self.vocab_size:
             raise RequestError(
-                f"'prompt' holds token {max(completion.prompt)}, and there are {self.vocab_size}"
+                f"'prompt' has token {max(completion.prompt)}, but only {self.vocab_size} exist"
             )
         decoding = SamplingParams(completion.max_tokens, float(completion.temperature), self.verification)
         stops = self.stop_ids | frozenset(completion.stop_token_ids)

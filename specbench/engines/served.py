@@ -249,7 +249,7 @@ class ServedEngine:
         """A reply as the journal holds it: the prompt's pass, then a round for each other one."""
         if reply.cached_tokens:
             self._note(
-                f"{name}: it remembers prompts, which makes second answers faster: set its prefix cache off"
+                f"{name}: it remembers prompts, which makes second answers faster: disable its prefix cache"
             )
         if reply.complete is not None:
             try:
@@ -304,8 +304,8 @@ class ServedEngine:
             _check_read(name, reply, requests[0])
             if reply.cached_tokens is None and not self.servers[name].is_ours:
                 self._note(
-                    f"{name}: it does not tell what it remembers of prompts, and a prefix cache makes second answers "
-                    "faster: see that it is off (vLLM tells what it remembers with --enable-prompt-tokens-details)"
+                    f"{name}: it does not say what it remembers of prompts, and a prefix cache makes second answers "
+                    "faster: make sure that it is off (vLLM says it with --enable-prompt-tokens-details)"
                 )
         for drawn in requests:
             request = replace(drawn, decoding=replace(drawn.decoding, temperature=0.0))
@@ -370,7 +370,7 @@ def _check_read(name: str, reply: Reply, request: Request) -> None:
         )
     if reply.cached_tokens:
         raise UserError(
-            f"the {name} server remembered {reply.cached_tokens} tokens: set its prefix cache off"
+            f"the {name} server remembered {reply.cached_tokens} tokens: disable its prefix cache"
         )
     wanted = {"max_new_tokens": request.decoding.max_new_tokens, "temperature": request.decoding.temperature}
     for key, value in reply.echoed.items():

@@ -139,7 +139,7 @@ def _check_text_alone(drafter: Mapping[str, Any]) -> None:
     """Raises UserError for a drafter that needs more than the text of one answer."""
     name, (memory, lasting) = drafter["name"], LEARNS
     if not needs_of(drafter).text_alone:
-        raise UserError(f"{name} needs models or states: engine vllm drafts so with code of its own alone")
+        raise UserError(f"{name} needs models or states: engine vllm does this only with its own code")
     if drafter.get(memory) == lasting or drafter.get(WARM):
         raise UserError(
             f"inside vLLM {name} knows one answer at a time: leave out {memory}={lasting} and {WARM}"

@@ -176,7 +176,7 @@ def check_staged(target: StagedModel, text: Sequence[int] | None = None) -> Agre
         staged = torch.cat([part[0] for part in parts])
     if not ways[0].isfinite().all():
         raise UserError(
-            f"model type '{target.config.model_type}' gives logits that are no finite numbers in "
+            f"model type '{target.config.model_type}' gives logits that are not finite in "
             f"{name_of(target.dtype)}: set another pair.dtype"
         )
     measured = agreement(staged, ways, [(0, ends[1]), (ends[1], ends[3]), (ends[3], length)])

@@ -195,7 +195,7 @@ def state_findings(
             if clearly_above(rival, base):
                 findings.append(
                     f"with the states of {depth_name(depth, layers)} in place of {depth_name(tap, layers)} acceptance "
-                    f"at place 1 is {rival.rate():.2f}, as it is {base.rate():.2f}: it was trained on those"
+                    f"at place 1 is {rival.rate():.2f}, not {base.rate():.2f}: it was trained on those"
                 )
     return findings
 
@@ -241,7 +241,7 @@ def weight_findings(drafter: Drafter, pair: Pair) -> list[str]:
             findings.append(f"weight {name} is zero throughout: was it loaded?")
         elif values.dim() == 2 and (empty := longest_run((values == 0).all(dim=1))) > values.shape[0] // 4:
             findings.append(
-                f"weight {name}: {empty} rows of {values.shape[0]} in a row are zero: was it loaded whole?"
+                f"weight {name}: {empty} consecutive rows of {values.shape[0]} are zero: is it all loaded?"
             )
     return findings
 

@@ -552,8 +552,8 @@ class _Source:
                 if info["mismatched_keys"]:
                     tensor, size, expected = min(info["mismatched_keys"])
                     raise UserError(
-                        f"the weights of '{self.name}' do not fit its config: {tensor} has the shape {list(size)}, and "
-                        f"the config means {list(expected)}"
+                        f"the weights of '{self.name}' do not fit its config: {tensor} has the shape {list(size)}, but "
+                        f"the config says {list(expected)}"
                     )
                 if unused := sorted(info["unexpected_keys"]):
                     warn(

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 SPEEDUP = "speedup"
 METRICS = (SPEEDUP, *metrics.COUNTED)
-ONE_PROCESS = "intervals over questions: how far processes of a run differ is not in them (processes=3)"
+ONE_PROCESS = "intervals over questions: they leave out how far processes of a run differ (processes=3)"
 
 
 def print_comparison(runs: list[Run], metric: str = SPEEDUP) -> None:

@@ -355,8 +355,8 @@ def cautions(runs: Iterable[Run]) -> list[str]:
     lines += machine_warnings(runs)
     if 0 < len(slower) < len(runs):
         lines.append(
-            f"speedups against {QUOTED['hf_generate']}, which was the faster, those of the others against "
-            f"{QUOTED['engine']}: {named(slower)}"
+            f"speedups against {QUOTED['hf_generate']}, which was faster, not "
+            f"{QUOTED['engine']} as in the others: {named(slower)}"
         )
     return lines
 
@@ -366,7 +366,7 @@ def memories(runs: Iterable[Run]) -> list[str]:
     names_by_kind: dict[str, list[str]] = {}
     for run in runs:
         if run.summary.get("thirds"):
-            names_by_kind.setdefault("goes on from answer to answer", []).append(run.name)
+            names_by_kind.setdefault("carries over between answers", []).append(run.name)
         if (record := run.summary.get("training", {}).get(WARM)) is not None:
             names_by_kind.setdefault(warmed_with(record), []).append(run.name)
     return [f"memory {kind}: {named(names)}" for kind, names in names_by_kind.items()]

@@ -201,7 +201,7 @@ def _summary(folder: Path) -> dict:
     try:
         summary = migrated_summary(read_json(path))
     except FileNotFoundError:
-        raise UserError("unfinished: the command that began it goes on with it") from None
+        raise UserError("unfinished: the command that began it resumes it") from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise UserError(f"damaged: {path.name} cannot be read ({error})") from error
     if not isinstance(summary, dict) or "schema" not in summary:

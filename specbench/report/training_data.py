@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 SHOWN_OF_A_DIGEST = 8
 WIDEST_SHARES = 13  # characters of a column: two of them in a line
 SHARES = ("held_out_agreement", "held_out_right")  # not all that is measured on held-out text is a share
-SAME = "all drafters that were trained here saw as many tokens of the same data, over all stages"
+SAME = "all drafters trained here saw equally many tokens of the same data, over all stages"
 
 
 def training_table(summaries: Iterable[dict]) -> Table | None:
@@ -84,7 +84,7 @@ def differing_training(summaries: Iterable[dict]) -> list[str]:
     if len(trained) > 1:
         what = "drafters were not trained alike"
         if len({tokens for tokens, _ in trained}) == 1:
-            what = "drafters saw as many tokens, but not of the same text"
+            what = "drafters saw equally many tokens, but different text"
         lines.append(f"{what} ({_kinds(trained)})")
     if stored and len(trained) + len(stored) > 1:
         lines.append(f"some look text up ({_kinds(stored)})")

@@ -150,9 +150,9 @@ def stoppable(saved: Callable[[], str | None]) -> Iterator[None]:
     except KeyboardInterrupt as stop:
         place = saved()
         raise KeyboardInterrupt(
-            "nothing was saved yet: the same command begins anew"
+            "nothing was saved yet: the same command starts over"
             if place is None
-            else f"the same command goes on from {place}"
+            else f"the same command resumes from {place}"
         ) from stop
     finally:
         signal.signal(signal.SIGTERM, previous)

@@ -142,7 +142,7 @@ def refuse_foreign(file: Path, record: Path, tells: str) -> None:
     """
     if file.exists() and file.stat().st_size:
         raise UserError(
-            f"{file} is there without {record.name}, which says {tells}: move it away, or give another out=FILE"
+            f"{file} exists without {record.name}, which says {tells}: move it away, or give another out=FILE"
         )
 
 

@@ -161,7 +161,7 @@ def test_a_pool_has_as_many_conversations_as_few_tokens_need(workplace, tmp_path
 
 @pytest.mark.parametrize(
     ("pools", "message"),
-    [(0, "^nothing was saved yet"), (1, r"goes on from pool 1, after \d+ tokens of answers$")],
+    [(0, "^nothing was saved yet"), (1, r"resumes from pool 1, after \d+ tokens of answers$")],
 )
 def test_a_stop_says_from_which_pool_it_goes_on(workplace, tmp_path, monkeypatch, pools, message):
     written = Writer.pool
@@ -205,7 +205,7 @@ def test_a_file_that_is_not_what_the_log_says_stays_as_it_is(workplace, written,
     """One of somebody else's, which has no log; and one that lost what was written."""
     mine = tmp_path / "mine.jsonl"
     mine.write_text("my own\n")
-    with pytest.raises(UserError, match="is there without mine.log.jsonl"):
+    with pytest.raises(UserError, match="exists without mine.log.jsonl"):
         converse(settings(workplace, mine))
     assert mine.read_text() == "my own\n"
     out = tmp_path / "talk.jsonl"

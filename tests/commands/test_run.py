@@ -178,11 +178,11 @@ def test_a_method_of_the_user(monkeypatch, capfd, tmp_path, lines, arguments, me
         (["method=ragged", "drafter=swift", "drafter.memory=answer"], "swift ... drafter.memory=run"),
         (
             ["method=sps_tree", "method.shape=[1,1]", *BLOCK],
-            "block ... method sps_tree draws trees ... token",
+            "block ... method sps_tree samples trees ... token",
         ),
         (
             ["method=ragged", "drafter=samd", "drafter.auxiliary=sps", "drafter.corpus=here", *BLOCK],
-            "block ... drafter samd draws trees ... token",
+            "block ... drafter samd samples trees ... token",
         ),
         (["method=exspec", "pool=4"], "pool=4 ... batch_size=8"),
         (["method=exspec", "+method.gamma=3"], "method exspec ... 'gamma'"),

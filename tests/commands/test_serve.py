@@ -44,7 +44,7 @@ def test_a_port_that_is_taken_is_one_line(monkeypatch, capsys):
         port = taken.getsockname()[1]
         monkeypatch.setattr(sys, "argv", ["serve", "method=pld", f"port={port}"])
         assert exit_code(serve.main) == 2
-    assert f"port {port} cannot be listened at: Address already in use" in capsys.readouterr().err
+    assert f"cannot listen on port {port}: Address already in use" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -282,7 +282,7 @@ def test_turns_alone_are_questions_whose_categories_are_tasks(file):
         ({"prompt": "why?", "answer": "so"}, "neither 'turns' nor 'messages', but answer, prompt"),
         ({"turns": []}, "'turns' must hold at least one text"),
         ({"turns": "why?"}, "'turns' must hold at least one text"),
-        ({"messages": [{"role": "system", "content": "be brief"}]}, "of the role 'system'"),
+        ({"messages": [{"role": "system", "content": "be brief"}]}, "with role 'system'"),
         ({"messages": ["why?"]}, "must be a list of objects"),
         ({"messages": [{"role": "user"}]}, "'messages' must hold at least one text"),
         ({"turns": ["why?"], "category": 3}, "'category' must be a name"),

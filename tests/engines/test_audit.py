@@ -341,7 +341,7 @@ def tiny():
     ("line", "message"),
     [
         ("{", "line 2: Expecting"),
-        ('{"tokens": [1]}', "line 2: a line has `tokens`, and either `prompt` or `messages`"),
+        ('{"tokens": [1]}', "line 2: lines need `tokens` and either `prompt` or `messages`"),
         ('{"prompt": [1], "messages": [], "tokens": [1]}', "either `prompt` or `messages`"),
         ('{"prompt": [1], "tokens": [1], "text": "x"}', "unknown key 'text'"),
         ('{"prompt": [1], "tokens": [1.5]}', "tokens must be token ids from 0 to"),

@@ -236,7 +236,7 @@ class TestTokensLeftOut:
     def test_another_answer_without_a_stream_costs_its_question_alone(self):
         with (
             serving(Stub(counting, fault="wavers")) as [url],
-            pytest.raises(UserError, match="is another one"),
+            pytest.raises(UserError, match="without a stream its answer differs"),
         ):
             DIALECTS["llama_cpp"](url, request(), STOPS, PATIENT).complete()
 
@@ -364,7 +364,7 @@ class TestWhatServersTell:
             engine = engine_of(pair, urls, dialect)
             engine.open([request(), request(8)])
         [fault] = engine.faults
-        assert fault.startswith("plain: it does not tell what it remembers of prompts")
+        assert fault.startswith("plain: it does not say what it remembers of prompts")
 
 
 def test_what_only_one_dialect_tells(pair):

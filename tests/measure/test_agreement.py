@@ -244,7 +244,7 @@ def test_eager_attention_that_overflows_is_no_way():
 def test_logits_that_are_no_numbers_are_told():
     model = copy.deepcopy(model_in("llama", torch.float16)[0])
     model.model.norm.weight.data[0] = float("inf")
-    with pytest.raises(UserError, match="'llama' gives logits that are no finite numbers in float16"):
+    with pytest.raises(UserError, match="'llama' gives logits that are not finite in float16"):
         check_staged(StagedModel(model))
 
 

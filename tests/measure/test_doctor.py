@@ -172,7 +172,7 @@ class TestPlantedFaults:
         ("spoil", "message"),
         [
             (lambda weight: weight.zero_(), "is zero throughout"),
-            (lambda weight: weight[: len(weight) // 2].zero_(), "in a row are zero: was it loaded whole?"),
+            (lambda weight: weight[: len(weight) // 2].zero_(), "are zero: is it all loaded?"),
             (lambda weight: weight.fill_(float("nan")), "is not finite"),
         ],
     )

@@ -242,13 +242,13 @@ def test_a_run_goes_on_only_where_it_began(found, tmp_path):
     assert (tmp_path / store.PROVENANCE).read_bytes() == before
     with pytest.raises(UserError, match=r"questions\.sha256 .* 0"):
         provenance.record(tmp_path, found | {"questions": {"path": "x", "sha256": "0"}})
-    for folder, advice in ((None, "the same command now starts anew"), ("x", "name another folder")):
+    for folder, advice in ((None, "the same command now starts over"), ("x", "name another folder")):
         begun = found | {
             "questions": {"path": "x", "sha256": "0"},
             "config": found["config"] | {"run_dir": folder},
         }
         with pytest.raises(
-            UserError, match=f": {advice}; where they are as they were, run_dir={tmp_path} goes on"
+            UserError, match=f": {advice}; once they are restored, run_dir={tmp_path} resumes it"
         ):
             provenance.record(tmp_path, begun)
 

@@ -147,7 +147,7 @@ def test_other_questions_do_not_go_on(config, run_dir, monkeypatch):
     """Records of the questions as they were would be taken for answers to those of today."""
     monkeypatch.setattr(store, "questions_sha256", lambda data: "other")
     assert store.find_or_create(config) != run_dir
-    with pytest.raises(UserError, match="cannot go on: the questions have changed since"):
+    with pytest.raises(UserError, match="cannot resume run_dir=.*: the questions have changed since"):
         store.find_or_create(config | {"run_dir": str(run_dir)})
 
 
@@ -345,7 +345,7 @@ def test_a_folder_with_a_damaged_file_is_passed_over(config, name, content):
     (damaged / name).write_text(content)
     assert store.find_or_create(config) != damaged
     given = {**store.plain(config), "run_dir": str(damaged)}
-    with pytest.raises(UserError, match=rf"cannot go on: .*{name}.* damaged"):
+    with pytest.raises(UserError, match=rf"cannot resume run_dir=.*: .*{name}.* damaged"):
         store.find_or_create(given)
 
 

@@ -156,7 +156,7 @@ def test_a_cache_that_cannot_be_written_is_said_once_and_ends_nothing(best, capf
     for _ in range(2):
         assert speed.remember("one", slowed(product=0.3)) == slowed(product=0.3)
     said = capfd.readouterr().err
-    assert "not kept" in said and said.count("\n") == 1
+    assert "cannot save" in said and said.count("\n") == 1
 
 
 def _remember_many(number: int) -> None:

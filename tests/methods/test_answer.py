@@ -107,7 +107,7 @@ def test_a_file_of_somebody_else_stays_as_it_is(workplace, tmp_path):
     """Also one that has as many lines as are asked for, and one without a line's end."""
     mine = tmp_path / "mine.jsonl"
     mine.write_text('{"messages": []}\n' * 9 + "my own")
-    with pytest.raises(UserError, match="is there without mine.settings.json"):
+    with pytest.raises(UserError, match="exists without mine.settings.json"):
         answer(settings(workplace, mine, "count=8"))
     assert mine.read_text() == '{"messages": []}\n' * 9 + "my own"
 

@@ -194,7 +194,7 @@ def test_a_command_that_was_stopped_goes_on(workplace, folder, tmp_path, monkeyp
         raise KeyboardInterrupt
 
     monkeypatch.setattr(states, "batched", stopped)
-    with pytest.raises(KeyboardInterrupt, match="goes on from row 4 of those that are held out"):
+    with pytest.raises(KeyboardInterrupt, match="resumes from row 4 of those that are held out"):
         states.write(cfg)
     monkeypatch.undo()
     assert not (tmp_path / "again" / states.RECORD).exists()

@@ -169,7 +169,7 @@ def test_the_folder_of_another_trainer_is_called_that(workplace, tmp_path, monke
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("calls", "message"), [(10, "nothing was saved yet"), (20, "goes on from step 15$")])
+@pytest.mark.parametrize(("calls", "message"), [(10, "nothing was saved yet"), (20, "resumes from step 15$")])
 def test_a_training_that_is_stopped_says_from_where_it_goes_on(
     workplace, tmp_path, monkeypatch, calls, message
 ):
@@ -200,7 +200,7 @@ def test_sigterm_ends_a_trainer_as_ctrl_c_does(workplace, tmp_path):
             _, err = child.communicate(timeout=60)
         finally:
             child.kill()
-    assert child.returncode == 130 and "stopped; the same command goes on from" in err
+    assert child.returncode == 130 and "stopped; the same command resumes from" in err
     assert not [*scratch.glob("tmp*")]
 
 

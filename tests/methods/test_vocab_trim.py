@@ -109,7 +109,7 @@ def test_a_map_that_lists_an_id_twice_or_no_token_is_refused(folder, tmp_path, w
     content = json.loads((Path(folder) / FILE).read_text())
     content["rows"] += [[token, 0] for token in wrong([row[0] for row in content["rows"]])]
     (tmp_path / FILE).write_text(json.dumps(content))
-    with pytest.raises(UserError, match="broken: it lists an id twice, or one"):
+    with pytest.raises(UserError, match="broken: it lists an id twice, or an id"):
         kept_ids(tmp_path, PAIR, None)
 
 

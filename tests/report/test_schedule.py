@@ -64,7 +64,7 @@ def test_what_an_engine_cannot_be_told_is_said(monkeypatch, capsys):
     assert module.main() == 0
     out = capsys.readouterr().out
     assert says(out, "TensorRT-LLM, speculative_config: none, ... more tokens for larger batches\n")
-    assert says(out, "SGLang cannot ... at batch size 2.\nSmaller batches than 2 were not measured")
+    assert says(out, "SGLang cannot ... at batch size 2.\nBatches smaller than 2 were not measured")
 
 
 def test_a_fast_run_with_a_violation_is_not_taken():

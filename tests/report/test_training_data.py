@@ -65,7 +65,7 @@ def test_other_data_and_other_amounts_are_named():
     assert "5 tokens, sha256:01234567: s2d" in line and "1,024,000 tokens, sha256:01234567: " in line
     other = summary("s2d", draft=TRAINED | {"data": "specbench.tiny.data.conversations"})
     (line,) = differing_training([*alike, other])
-    assert line.startswith("drafters saw as many tokens, but not of the same text")
+    assert line.startswith("drafters saw equally many tokens, but different text")
     assert "1,024,000 tokens, specbench.tiny.data.conversations: s2d" in line
     assert SAME not in formats.markdown(training_table([*alike, other]))
 
@@ -91,7 +91,7 @@ def test_all_stages_count(tmp_path):
     assert line.startswith("drafters were not trained alike")
     assert "4,096,000 tokens, 3,072,000 of stream, then 1,024,000 of sha256:01234567: sps" in line
     (line,) = differing_training([summary("sps", draft=later), summary("eagle", part=long)])
-    assert line.startswith("drafters saw as many tokens, but not of the same text")
+    assert line.startswith("drafters saw equally many tokens, but different text")
     text = formats.markdown(training_table([summary("sps", draft=later)]))
     assert "4,096,000" in text and "| draft |" in text and SAME in text
 

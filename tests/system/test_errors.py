@@ -80,7 +80,7 @@ def test_what_the_system_refuses_names_the_file(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize(
     ("saved", "message"),
-    [("step 3", "^the same command goes on from step 3$"), (None, "^nothing was saved yet: .* begins anew$")],
+    [("step 3", "^the same command resumes from step 3$"), (None, "^nothing was saved yet: .* starts over$")],
 )
 def test_a_stop_tells_what_the_same_command_will_do(number, saved, message):
     """Of either signal alike; what SIGTERM did before, it does afterwards."""

@@ -357,7 +357,7 @@ def _have_room(weights: Sequence[Any]) -> bool:
         return True
     warn(
         f"copies of weights for this processor's kernels, {sum(sizes) / 1e9:.1f} GB, would take more than half of the "
-        f"{free / 1e9:.1f} GB of free memory: there are none, products are slower, and bits of a token depend on the "
+        f"{free / 1e9:.1f} GB of free memory: none are made, so products are slower and a token's bits depend on the "
         "tokens beside it"
     )
     return False

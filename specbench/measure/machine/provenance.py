@@ -131,11 +131,11 @@ def record(run_dir: Path, provenance: dict) -> None:
         return
     changed = differences(read_json(path), finite(provenance), SAME_RUN)
     if changed:
-        begun = f"{run_dir} was begun under other conditions ({'; '.join(changed)})"
+        begun = f"{run_dir} began under other conditions ({'; '.join(changed)})"
         anew = (
-            "name another folder" if provenance["config"]["run_dir"] else "the same command now starts anew"
+            "name another folder" if provenance["config"]["run_dir"] else "the same command now starts over"
         )
-        raise UserError(f"{begun}: {anew}; where they are as they were, run_dir={run_dir} goes on")
+        raise UserError(f"{begun}: {anew}; once they are restored, run_dir={run_dir} resumes it")
 
 
 def differences(first: dict, second: dict, names: Sequence[str] = COMPARABLE) -> list[str]:

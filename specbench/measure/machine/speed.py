@@ -182,7 +182,7 @@ def remember(machine: str, figures: Figures) -> Figures:
             if best != before:
                 write_atomic(path, json.dumps(by_machine | {machine: best}, indent=2) + "\n")
     except (OSError, UserError) as error:
-        _warn(f"the best figures of this machine are not kept: {error}")
+        _warn(f"cannot save this machine's best figures: {error}")
         return figures
     return best
 
@@ -196,7 +196,7 @@ def _read(path: Path) -> dict[str, Figures]:
     except ValueError:  # not JSON, or not UTF-8
         by_machine = None
     if not isinstance(by_machine, dict) or not all(map(_are_figures, by_machine.values())):
-        _warn(f"{path} is damaged and begun anew: what this machine can do at its best is not known")
+        _warn(f"{path} is damaged and was started over: this machine's best figures are unknown")
         return {}
     return by_machine
 

@@ -170,7 +170,7 @@ def _start(run_dir: Path, config: dict, code: dict) -> Path:
 def _difference(run_dir: Path, config: dict, code: dict) -> str | None:
     """Why a folder cannot go on with this configuration and code; None if it can."""
     if not (run_dir / CONFIG).exists() or not (run_dir / CODE).exists():
-        return "it holds something else than a run"
+        return "it is not a run folder"
     try:
         if _canonical(read_config(run_dir)) != _canonical(config):
             return "it was made for another configuration"
@@ -194,7 +194,7 @@ def _given_folder(run_dir: Path, config: dict, code: dict) -> Path:
     if not any(run_dir.iterdir()):
         return _start(run_dir, config, code)
     if difference := _difference(run_dir, config, code):
-        raise UserError(f"run_dir={run_dir} cannot go on: {difference}; name another folder, or none")
+        raise UserError(f"cannot resume run_dir={run_dir}: {difference}; name another folder or none")
     return run_dir
 
 
