@@ -110,7 +110,8 @@ def load_blocks(folder: str | Path, target: StagedModel, expansion: Expansion | 
         token_ids = draft_token_ids(folder, WHAT, state, config.vocab_size, vocab)
     if config.vocab_size != vocab and (config.markov_rank or config.selector_rank):
         raise UserError(
-            f"{WHAT} in '{folder}' were made for another target: they correct {config.vocab_size} tokens, and it has {vocab}"
+            f"{WHAT} in '{folder}' were made for another target: they correct {config.vocab_size} tokens, and it has "
+            f"{vocab}"
         )
     check_vocabulary(folder, WHAT, config.vocab_size, vocab)
     # A head over a draft vocabulary is the drafting model's own.

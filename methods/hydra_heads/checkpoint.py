@@ -24,8 +24,8 @@ from methods.common.checkpoints import (
     write_checkpoint,
 )
 from methods.hydra_heads.heads import Heads, PrefixLayer
-from specbench.models.expansion import Expansion
 from specbench.decoding.model.anatomy import check_rope
+from specbench.models.expansion import Expansion
 from specbench.system.errors import UserError
 
 if TYPE_CHECKING:

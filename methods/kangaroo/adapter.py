@@ -25,8 +25,8 @@ from methods.common.checkpoints import (
     write_checkpoint,
 )
 from methods.common.draft_layer import DraftLayer
-from specbench.models.expansion import Expansion
 from specbench.decoding.model.anatomy import check_rope
+from specbench.models.expansion import Expansion
 from specbench.system.errors import UserError
 
 if TYPE_CHECKING:

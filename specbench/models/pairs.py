@@ -549,25 +549,7 @@ class _Source:
                         **options,
                     )
                 model, info = loaded
-                if info["mismatched_keys"]:
-                    tensor, size, expected = min(info["mismatched_keys"])
-                    raise UserError(
-                        f"the weights of '{self.name}' do not fit its config: {tensor} has the shape {list(size)}, but "
-                        f"the config says {list(expected)}"
-                    )
-                if unused := sorted(info["unexpected_keys"]):
-                    warn(
-                        f"'{self.name}' has {len(unused)} tensors that its config does not use, such as {unused[0]}"
-                    )
-                # transformers fills what a checkpoint lacks with random numbers; a benchmark must not.
-                lacking = set(info["missing_keys"])
-                if shares_embeddings(model):
-                    lacking -= embedding_names(model)
-                if lacking:
-                    missing = sorted(lacking)
-                    raise UserError(
-                        f"the weights of '{self.name}' lack {len(missing)} tensors, such as {missing[0]}"
-                    )
+                self._check_weights(model, info)
         if any(parameter.is_meta for parameter in model.parameters()):  # left on the disk by accelerate
             raise UserError(f"'{self.name}' does not fit into the memory of the devices of this machine")
         if layers is not None:
@@ -581,6 +563,32 @@ class _Source:
             model = cut(model, list(range(layers)))
             place_weights(model, device, dtype)
         return model.eval().requires_grad_(False)
+
+    def _check_weights(self, model: PreTrainedModel, info: Mapping[str, Any]) -> None:
+        """Warns of weights that the config does not use.
+
+        Args:
+            model: as transformers has loaded it.
+            info: what it tells of that.
+
+        Raises:
+            UserError: weights are missing, or have another shape than the config says.
+        """
+        if info["mismatched_keys"]:
+            tensor, size, expected = min(info["mismatched_keys"])
+            raise UserError(
+                f"the weights of '{self.name}' do not fit its config: {tensor} has the shape {list(size)}, but the "
+                f"config says {list(expected)}"
+            )
+        if unused := sorted(info["unexpected_keys"]):
+            warn(f"'{self.name}' has {len(unused)} tensors that its config does not use, such as {unused[0]}")
+        # transformers fills what a checkpoint lacks with random numbers; a benchmark must not.
+        lacking = set(info["missing_keys"])
+        if shares_embeddings(model):
+            lacking -= embedding_names(model)
+        if lacking:
+            missing = sorted(lacking)
+            raise UserError(f"the weights of '{self.name}' lack {len(missing)} tensors, such as {missing[0]}")
 
 
 def fetch_small_files(
