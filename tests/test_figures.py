@@ -85,7 +85,7 @@ def test_a_word_that_no_row_holds_is_one_line(figures, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["figures", "--rows", "nope"])
     with pytest.raises(SystemExit):
         figures.main()
-    assert says(capsys.readouterr().err, "error: no row of tiny holds 'nope': pld, ...")
+    assert says(capsys.readouterr().err, "error: no row of tiny holds 'nope': pld, ... mirror_hybrid")
 
 
 def test_a_table_of_a_slow_phase_is_refused(figures, tmp_path, monkeypatch, capsys):

@@ -88,7 +88,12 @@ DIFFERING = {
     "experiment": "{}",
 }
 # What comes with others of these: a difference only between runs that agree in them.
-COMES_WITH = {"compiled": ("pair",), "questions_sha256": ("data", "split"), "pool": ("unit",)}
+COMES_WITH = {
+    "compiled": ("pair",),
+    "questions_sha256": ("data", "split"),
+    "pool": ("unit",),
+    "engine_plain": ("engine_name",),
+}
 # No differences: what older runs do not tell, and that another engine is its own baseline.
 UNTOLD: dict[str, set] = {"pool": {None}, "quoted_against": {None}, "engine_plain": {None}}
 QUOTED = {"engine": "our loop", "hf_generate": "transformers generate"}  # what speedups are against
@@ -421,8 +426,7 @@ def _differing(summaries: list[Mapping], without: Collection[str]) -> list[list[
     What comes with others is a difference only between runs that agree in those: see `COMES_WITH`.
     """
     summaries = [
-        dict(summary)
-        | {"pair": pair, "quoted_against": _quoted(summary), "engine_plain": _engine_plain(summary)}
+        dict(summary) | {"pair": pair, "quoted_against": _quoted(summary)} | _of_engine(summary)
         for summary, pair in zip(summaries, pair_names(summaries))
     ]
     several = [key for key in DIFFERING if key not in without and _differs(key, summaries)]
@@ -450,10 +454,15 @@ def _quoted(summary: Mapping) -> str | None:
     return None if summary.get("engine") else QUOTED[summary["baseline"]["quoted_against"]]
 
 
-def _engine_plain(summary: Mapping) -> str | None:
-    """The version of another engine and how its plain arm was told to decode; None of our own."""
+def _of_engine(summary: Mapping) -> dict[str, str | None]:
+    """The name of another engine, its version and how its plain arm was told to decode; None of our own."""
     engine = summary.get("engine")
-    return engine and ", ".join([engine["version"], *as_text(engine["plain"])])
+    if not engine:
+        return {"engine_name": None, "engine_plain": None}
+    return {
+        "engine_name": engine["name"],
+        "engine_plain": ", ".join([engine["version"], *as_text(engine["plain"])]),
+    }
 
 
 def row_names(runs: list[Run]) -> list[str]:

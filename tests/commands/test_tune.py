@@ -204,7 +204,10 @@ def test_trials_that_fail_are_counted_and_named(tuned):
     [
         (["method=ar"], "no bounds for tuning ar: write conf/search/ar.yaml\n"),
         (["method=ar", "search=kangaro"], "search 'kangaro' ... kangaroo, "),
-        (["method=sps,pld"], "method=sps,pld has several values, and this command takes one\n"),
+        (
+            ["method=sps,pld"],
+            "method=sps,pld has several values: `specbench sweep` measures each; a list is key=[a,b]\n",
+        ),
         (["-m", "method=sps"], "sweep"),
         (["search.method.max_draft_tokens=7"], "search.method.max_draft_tokens ... choices"),
         (["trails=3"], "'trails' ... trials"),

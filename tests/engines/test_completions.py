@@ -254,7 +254,7 @@ class TestOwnDecoder:
         ("more", "said"),
         [
             ({"max_tokens": 10**6}, "context"),
-            ({"prompt": [1, 10**6]}, "holds token 1000000"),
+            ({"prompt": [1, 10**6]}, "has token 1000000, but only"),
             ({"seed": 2**64}, "seed must be"),
             ({"seed": -1}, "seed must be"),
             ({"temperature": 0.5}, "for greedy decoding"),

@@ -87,7 +87,7 @@ def test_the_worst_verdict_of_an_answers_passes_counts():
     records = passes(3)
     records[8]["turns"][0]["equivalence"] = TIE
     records[15]["turns"][0]["equivalence"] = VIOLATION
-    found = overall(records)["equivalence"]
+    found = metrics.equivalence(records)
     assert (found["answers"], found["exact"], found["tie"], found["violation"]) == (7, 6, 0, 1)
     table = metrics.by_question(records, "baseline", "question")
     assert list(table["question_id"]) == list(range(7)) and table["verdict"][1] == "violation"

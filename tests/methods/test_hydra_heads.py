@@ -18,6 +18,7 @@ from methods.hydra_heads import HydraHeads
 from methods.hydra_heads import drafter as drafter_module
 from methods.hydra_heads.train import fresh_heads
 from methods.ragged import RaggedBatch
+from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.cost import weight_bytes
 from specbench.decoding.model.staged_model import StagedModel
@@ -169,7 +170,8 @@ def test_the_prefix_layer_does_not_run_after_the_last_round(tmp_path, monkeypatc
     drafter, passes = HydraHeads(pair, saved_heads(pair, tmp_path, prefix=True)), []
     prefix = drafter.heads.prefix
     prefix.register_forward_hook(lambda *_: passes.append(1))
-    rounds = len(Engine(pair.staged, drafter, frozenset()).answer(PROMPT, SamplingParams(12)).steps)
+    stop = Engine(pair.staged, Drafter(), frozenset()).answer(PROMPT, SamplingParams(9)).tokens[-1]
+    rounds = len(Engine(pair.staged, drafter, frozenset([stop])).answer(PROMPT, SamplingParams(40)).steps)
     assert len(passes) == 1 + rounds - 1  # of the prompt, and after each round but the last
 
 

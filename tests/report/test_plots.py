@@ -11,6 +11,7 @@ from specbench import ROOT
 from specbench.report import plots
 from specbench.report.runs import Run
 from tests.support.samples import (
+    ENGINE,
     NUMBERS,
     SUMMARY,
     UNCLEAR,
@@ -181,7 +182,7 @@ def test_batches_of_other_settings_are_lines_of_their_own():
 
 
 def test_engines_stand_beside_our_own_run_of_the_method():
-    engine = {"name": "llama_cpp", "faults": [], "again": {"speedup": 1.0, "low": 0.98, "high": 1.02}}
+    engine = ENGINE | {"again": {"speedup": 1.0, "low": 0.98, "high": 1.02}}
     served = changed(
         SUMMARY, engine=engine, overall__speedup=0.9, overall__speedup_low=0.8, overall__speedup_high=1.1
     )

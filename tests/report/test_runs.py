@@ -373,6 +373,10 @@ def test_labels_name_what_runs_differ_in():
         "kangaroo by llama_cpp, xllamacpp==1, cache_type_k=q8_0",
         "kangaroo by llama_cpp, xllamacpp==2, cache_type_k=f16",
     ]
+    assert labels([engine, changed(other, engine__name="vllm")]) == [
+        "kangaroo by llama_cpp",
+        "kangaroo by vllm",
+    ]
     beside = changed(SUMMARY, baseline__quoted_against="hf_generate")
     assert "against" not in labels([engine, beside])[0]
     against = [changed(SUMMARY, baseline__quoted_against=arm) for arm in ("engine", "hf_generate")]
