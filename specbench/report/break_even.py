@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from specbench.report.runs import labels, pair_names
+from specbench.report.labels import labels, pair_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

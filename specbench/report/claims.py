@@ -16,7 +16,7 @@ from specbench.measure.metrics import summary as metrics
 from specbench.measure.metrics.statistics import Speedup
 from specbench.report import cells, formats, remarks
 from specbench.report.compare import differing_conditions, hindrance
-from specbench.report.runs import Run, method_label, named
+from specbench.report.labels import method_label, named
 from specbench.system.errors import UserError
 from specbench.system.files import file_sha256
 from specbench.system.settings import CONSTANT, TYPICAL
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from rich.table import Table
+
+    from specbench.report.runs import Run
 
 FILE = Path(__file__).with_name("claims.yaml")
 # The embedded family as it is: the time of a pass is that of starting operations, where the papers' is that of memory.

@@ -10,7 +10,8 @@ from specbench.config.spec import POOL, QUESTION
 from specbench.measure.metrics import summary as metrics
 from specbench.measure.metrics.statistics import LEAST_PASSES
 from specbench.report import cells, remarks, tables
-from specbench.report.runs import Run, differences, not_comparable, row_names, task_names
+from specbench.report.labels import task_names
+from specbench.report.runs import Run, differences, not_comparable, row_names
 from specbench.report.training_data import differing_training
 
 if TYPE_CHECKING:

@@ -27,16 +27,8 @@ from specbench.report.cells import (
     number_text,
     speedup_text,
 )
+from specbench.report.labels import DIFFERING, as_text, chosen_settings, method_label, named, varied_settings
 from specbench.report.phases import slow_machine
-from specbench.report.runs import (
-    DIFFERING,
-    Run,
-    as_text,
-    chosen_settings,
-    method_label,
-    named,
-    varied_settings,
-)
 from specbench.report.training_data import tokens_seen
 from specbench.system.settings import TOKEN
 
@@ -44,6 +36,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from rich.table import Table
+
+    from specbench.report.runs import Run
 
 # What is the same for alternatives; what a title says in other words than a label.
 SETTING = (

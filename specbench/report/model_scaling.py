@@ -10,7 +10,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from specbench.config.spec import QUESTION
-from specbench.report.runs import labels, pair_names
+from specbench.report.labels import labels, pair_names
 from specbench.system.settings import CONSTANT
 
 if TYPE_CHECKING:

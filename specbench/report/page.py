@@ -12,10 +12,12 @@ from jinja2 import Environment, PackageLoader, select_autoescape
 from specbench.measure.machine import provenance
 from specbench.report import formats, remarks, tables
 from specbench.report.decision import Decision, decision_table, facts
-from specbench.report.runs import Run, SkippedRun, labels
+from specbench.report.labels import labels
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+    from specbench.report.runs import Run, SkippedRun
 
 SHOWN_OF_A_DIGEST = 12
 FIRST_PLOT = ("speedup_by_task", "throughput")  # beside the verdict, the first that there is

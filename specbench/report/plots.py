@@ -21,15 +21,18 @@ from specbench.config.spec import POOL, QUESTION
 from specbench.measure.metrics.acceptance import STRETCHES
 from specbench.report.break_even import BreakEven, break_evens
 from specbench.report.cells import equivalence_text
+from specbench.report.labels import beside_engines, grids, labels, task_names
 from specbench.report.model_scaling import baseline_fractions, by_size, of_other_models
 from specbench.report.remarks import baseline_rate, cores_label
-from specbench.report.runs import Run, beside_engines, grids, labels, latest, task_names
+from specbench.report.runs import latest
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from matplotlib.axes import Axes
+
+    from specbench.report.runs import Run
 
 MAX_SERIES = 10  # runs in a plot: more cannot be told apart
 MOST_POINTS = 24  # where each of them is one point

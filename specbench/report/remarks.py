@@ -11,18 +11,9 @@ from specbench.data.warm_start import WARM, warmed_with
 from specbench.measure.metrics.engine import SURPRISE
 from specbench.measure.metrics.statistics import verdict
 from specbench.report.cells import WRONG, equivalence_text, number_text, ratio_text, share_text
+from specbench.report.labels import QUOTED, VOCAB_MAP, VOCAB_SIZE, as_text, labels, method_label, named
 from specbench.report.phases import FEW, different_phases, slow_machine, slow_machines, spread
-from specbench.report.runs import (
-    QUOTED,
-    VOCAB_MAP,
-    VOCAB_SIZE,
-    Run,
-    as_text,
-    differing_by_pair,
-    labels,
-    method_label,
-    named,
-)
+from specbench.report.runs import Run, differing_by_pair
 from specbench.system.settings import TOKEN, TYPICAL
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from specbench.measure.metrics.dataframes import steps_frame
 from specbench.measure.metrics.timing import ARMS
 from specbench.report.cells import NUMBER, PlainTable, console, number_text
 from specbench.report.decision import beside_length, draft_length, in_words, setting_key
-from specbench.report.runs import Run, as_text
+from specbench.report.labels import as_text
 from specbench.report.tables import runs_of_command
 from specbench.system.errors import UserError, file_errors, one_line_errors
 from specbench.system.settings import ADAPTIVE, CONSTANT, GOODPUT
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from rich.table import Table
+
+    from specbench.report.runs import Run
 
 DRAWS = 20  # of the places that were not guessed
 LEAST_ROUNDS = 20  # of a length, for a mean of their costs

@@ -17,8 +17,8 @@ from specbench.config.spec import POOL
 from specbench.measure.metrics.statistics import verdict
 from specbench.report import decision
 from specbench.report.cells import NUMBER, PlainTable, console, speedup_text
+from specbench.report.labels import DRAFT, as_text, method_label
 from specbench.report.remarks import ONE_POOL, faults, is_one_pool
-from specbench.report.runs import DRAFT, Run, as_text, method_label
 from specbench.report.tables import runs_of_command
 from specbench.system.errors import UserError, file_errors, one_line_errors
 from specbench.system.settings import CONSTANT
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from rich.table import Table
+
+    from specbench.report.runs import Run
 
 
 @dataclass(frozen=True)

@@ -22,17 +22,9 @@ from specbench.report.cells import (
     share_text,
     speedup_text,
 )
+from specbench.report.labels import beside_engines, grids, labels, pair_names, task_names
 from specbench.report.phases import FEW
-from specbench.report.runs import (
-    Run,
-    SkippedRun,
-    beside_engines,
-    finished_runs,
-    grids,
-    labels,
-    pair_names,
-    task_names,
-)
+from specbench.report.runs import Run, SkippedRun, finished_runs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from specbench.data.contamination import stages
 from specbench.data.warm_start import WARM
 from specbench.report.cells import NUMBER, UNKNOWN, PlainTable
-from specbench.report.runs import labels, named
+from specbench.report.labels import labels, named
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

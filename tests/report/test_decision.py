@@ -6,7 +6,7 @@ import pytest
 
 from specbench.report import remarks
 from specbench.report.decision import decision_table, decisions, facts
-from specbench.report.runs import labels
+from specbench.report.labels import labels
 from tests.report.test_phases import measured
 from tests.support.messages import shown
 from tests.support.samples import ENGINE, NUMBERS, SUMMARY, batched, changed, faster, runs_of, wrong

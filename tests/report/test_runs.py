@@ -9,12 +9,12 @@ from specbench.measure.metrics.metrics import METRICS, Metric
 from specbench.measure.records import run_folder as store
 from specbench.report import __main__ as command
 from specbench.report import formats, plots, runs, tables
-from specbench.report.runs import Run, finished_runs, labels, read_run, read_runs, task_names
+from specbench.report.labels import labels, task_names
+from specbench.report.runs import Run, finished_runs, read_run, read_runs
 from specbench.system.errors import UserError
 from specbench.system.files import write_json
 from tests.support.messages import says
 from tests.support.samples import (
-    ENGINE,
     PROVENANCE,
     SUMMARY,
     batched,
@@ -188,15 +188,6 @@ def test_the_questions_of_an_older_folder_are_those_of_its_provenance(tmp_path):
     assert "questions_sha256" not in run_of(tmp_path, "b", older, provenance=None).summary
 
 
-def test_other_questions_of_one_name_are_told_apart():
-    """Such as two files of `data=jsonl`, or splits; the checksums of differently named ones are noise."""
-    files = [SUMMARY | {"data": "jsonl", "questions_sha256": digit * 64} for digit in "ab"]
-    assert labels(files) == ["kangaroo, questions aaaaaaaa", "kangaroo, questions bbbbbbbb"]
-    splits = [summary | {"split": split} for summary, split in zip(files, ("throughput_1k", "throughput_8k"))]
-    assert labels(splits) == ["kangaroo, split=throughput_1k", "kangaroo, split=throughput_8k"]
-    assert labels([SUMMARY, files[0]]) == ["kangaroo, spec_bench", "kangaroo, jsonl"]
-
-
 def test_folders_that_tell_of_batches_alone_have_a_unit(tmp_path):
     for unit, summary, flag in (("question", SUMMARY, False), ("pool", batched(), True)):
         found = run_of(tmp_path, unit, without(summary, "unit"))
@@ -321,123 +312,6 @@ def test_provenance_that_cannot_be_read_is_none(tmp_path, content):
     assert read_run(run_dir).provenance is None
 
 
-# -- names
-
-
-def test_labels_say_published_and_tuned_where_that_tells_all_runs_of_a_method_apart():
-    published, tuned, other = (
-        changed(SUMMARY, settings__exit_layer=layer) | {"settings_source": source}
-        for layer, source in ((2, "published"), (3, "tuned"), (4, "changed"))
-    )
-    assert labels([published, tuned]) == ["kangaroo, published", "kangaroo, tuned"]
-    assert labels([published, tuned, other]) == [
-        f"kangaroo, {words}" for words in ("published", "tuned", "exit_layer=4")
-    ]
-    again = changed(tuned, settings__exit_layer=5)
-    assert labels([published, tuned, again]) == [
-        f"kangaroo, {words}" for words in ("published", "exit_layer=3", "exit_layer=5")
-    ]
-    trimmed = changed(published, settings__vocab_map="here", settings__vocab_size=4096) | {
-        "settings_source": "changed"
-    }
-    full = changed(published, settings__vocab_map=None, settings__vocab_size=None) | {
-        "settings_source": "changed"
-    }
-    assert labels([trimmed, full]) == ["kangaroo, vocab_size=4096", "kangaroo, vocab_size=None"]
-    assert labels([published, published | {"settings_source": "tuned"}])[1] == "kangaroo", "the same settings"
-    pld = faster(1.5, method="pld", settings_source="published")
-    assert labels([pld, tuned]) == ["pld", "kangaroo, tuned"], "the only row of its method"
-    assert labels([pld, tuned, again])[1:] == [f"kangaroo, exit_layer={layer}, tuned" for layer in (3, 5)]
-    assert labels([tuned, pld | {"settings_source": "tuned"}]) == ["kangaroo", "pld"]
-
-
-def test_labels_name_what_runs_differ_in():
-    sweep = [changed(SUMMARY, settings__exit_layer=layer) for layer in (2, 3)]
-    assert labels([*sweep, faster(1.5, method="pld", settings={"ngram": 3})]) == [
-        "kangaroo, exit_layer=2",
-        "kangaroo, exit_layer=3",
-        "pld",
-    ]
-    assert labels([SUMMARY, batched()]) == ["kangaroo", "exspec + sps, batch 8"]
-    sizes = [batched("ar_batch", "none", size) for size in (1, 4)]
-    assert labels(sizes) == ["ar_batch, batch 1", "ar_batch, batch 4"]
-    assert labels(sizes, without=("batch_size",)) == ["ar_batch", "ar_batch"]
-    pools = [batched("ragged", "sps") | {"pool": pool} for pool in (24, 48)]
-    assert labels([*pools, SUMMARY])[:2] == [f"ragged + sps, batch 8, pool={pool}" for pool in (24, 48)]
-    older = batched("ragged", "sps") | {"pool": None}
-    assert labels([older, pools[1] | {"drafter": "pld"}]) == ["ragged + sps", "ragged + pld"]
-    engine = SUMMARY | {"engine": ENGINE}
-    other = changed(engine, engine__plain={"cache_type_k": "q8_0"})
-    assert labels([engine, other, changed(engine, engine__version="xllamacpp==2")]) == [
-        "kangaroo by llama_cpp, xllamacpp==1, cache_type_k=f16",
-        "kangaroo by llama_cpp, xllamacpp==1, cache_type_k=q8_0",
-        "kangaroo by llama_cpp, xllamacpp==2, cache_type_k=f16",
-    ]
-    assert labels([engine, changed(other, engine__name="vllm")]) == [
-        "kangaroo by llama_cpp",
-        "kangaroo by vllm",
-    ]
-    beside = changed(SUMMARY, baseline__quoted_against="hf_generate")
-    assert "against" not in labels([engine, beside])[0]
-    against = [changed(SUMMARY, baseline__quoted_against=arm) for arm in ("engine", "hf_generate")]
-    assert labels(against) == ["kangaroo, against our loop", "kangaroo, against transformers generate"]
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "said"),
-    [
-        ("pair", "big", "kangaroo, big"),
-        ("data", "tiny", "kangaroo, tiny"),
-        ("task", "qa", "kangaroo, qa"),
-        ("temperature", 0.7, "kangaroo, T=0.7"),
-        ("max_new_tokens", 512, "kangaroo, max_new_tokens=512"),
-        ("limit", 5, "kangaroo, limit=5"),
-        ("seed", 1, "kangaroo, seed=1"),
-        ("processor", "H100", "kangaroo, H100"),
-        ("dtype", "bfloat16", "kangaroo, bfloat16"),
-        ("device", "cuda", "kangaroo, cuda"),
-        ("protocol", "spec_bench", "kangaroo, protocol spec_bench"),
-        ("weights", "random", "kangaroo, random weights"),
-        ("experiment", "mirror_sd", "kangaroo, mirror_sd"),
-    ],
-)
-def test_runs_of_another_kind_do_not_share_a_label(key, value, said):
-    first, second = labels([SUMMARY, SUMMARY | {key: value}])
-    assert second == said and first != second
-
-
-def test_settings_are_varied_where_two_runs_of_a_method_on_a_pair_differ():
-    one, other = faster(1.0, settings={"a": 1, "b": 1}), faster(1.0, settings={"a": 2, "b": 1})
-    elsewhere = faster(1.0, settings={"a": 1, "b": 9}, pair="big")
-    assert runs.varied_settings([one, other, elsewhere]) == [{"a": 1}, {"a": 2}, {"a": 1}]
-    drafters = [
-        batched("ragged", "sps"),
-        batched("ragged", "kangaroo") | {"settings": {"drafter.exit_layer": 2}},
-    ]
-    assert runs.varied_settings(drafters) == [{}, {}]  # another drafter is another method
-
-
-def test_of_runs_that_share_a_label_the_last_counts():
-    found = runs.latest(runs_of(a=faster(1.2), b=faster(1.4, method="pld"), c=faster(1.6)))
-    assert [(label, run.name) for label, run in found] == [("kangaroo", "c"), ("pld", "b")]
-
-
-def test_a_grid_holds_the_last_run_of_each_cell():
-    def run(a, b, speedup, **more):
-        return faster(speedup, settings={"a": a, "b": b, "c": 0}, **more)
-
-    summaries = [run(1, 1, 1.1), run(1, 2, None), run(2, 1, 1.3), run(1, 1, 1.4), run(2, 1, 9.0, pair="big")]
-    (grid,) = runs.grids(summaries)
-    assert (grid.down, grid.across, grid.rows, grid.columns) == ("a", "b", [1, 2], [1, 2])
-    assert grid.cells == {(1, 1): 1.4, (1, 2): None, (2, 1): 1.3}
-    assert runs.grids([run(1, 1, 1.0), run(1, 2, 1.0)]) == []
-
-
-def test_settings_that_are_lists_make_a_grid():
-    summaries = [faster(1.0, settings={"thresholds": t, "n": n}) for t in ([0.5], [0.6, 0.7]) for n in (1, 2)]
-    assert runs.grids(summaries)[0].rows == ["[0.5]", "[0.6, 0.7]"]
-
-
 # -- all together
 
 
@@ -484,7 +358,7 @@ def test_a_rule_for_draft_lengths_is_a_method_of_its_own(tmp_path):
     other = changed(PROVENANCE, config__decoding={"draft_length": "adaptive", "round_costs": [1.0, 1.2]})
     found = [run_of(tmp_path, "a"), run_of(tmp_path, "b", SUMMARY | {"draft_length": "adaptive"}, other)]
     assert runs.not_comparable(found) == []
-    first, second = runs.labels(run.summary for run in found)
+    first, second = labels(run.summary for run in found)
     assert second.startswith(f"{first.split(',')[0]}, adaptive draft length")
 
 
@@ -498,11 +372,6 @@ def test_other_pairs_and_batch_sizes_are_no_surprise(tmp_path):
     assert runs.differing_by_pair(found) == [] and len(runs.not_comparable(found)) == 2
     same_pair = run_of(tmp_path, "d", provenance=other)
     assert "config.pair.target" in runs.differing_by_pair([*found, same_pair])[0]
-
-
-def test_older_runs_do_not_tell_their_draft_model():
-    runs = [SUMMARY | {"draft": "a"}, SUMMARY]
-    assert labels(runs) == ["kangaroo", "kangaroo"]
 
 
 def test_a_run_reads_its_records_only_when_asked(tmp_path):

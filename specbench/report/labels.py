@@ -1,0 +1,262 @@
+"""What to call runs in tables and plots: by method and settings, and by what else they differ in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from specbench.config.spec import POOL, QUESTION
+from specbench.config.tuned import PUBLISHED, TUNED
+from specbench.data.question_files import TASKS
+from specbench.system.settings import CONSTANT, TRIMMING
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping, Sequence
+
+NAMED = 3
+DRAFT = "draft"  # the draft model of a pair, as a setting
+VOCAB_MAP, VOCAB_SIZE = TRIMMING  # the one tells of the other
+# What else than method and settings runs can differ in, and how a label says it.
+DIFFERING = {
+    "pair": "{}",
+    "batch_size": "batch {}",
+    "pool": "pool={}",
+    "data": "{}",
+    "split": "split={}",
+    "turns": "turns={}",
+    "questions_sha256": "questions {:.8}",
+    "task": "{}",
+    "limit": "limit={}",
+    "temperature": "T={:g}",
+    "max_new_tokens": "max_new_tokens={}",
+    "seed": "seed={}",
+    "threads": "threads={}",
+    "verification": "{} verification",
+    "dtype": "{}",
+    "engine_target": "{}",
+    "device": "{}",
+    "processor": "{}",
+    "protocol": "protocol {}",
+    "weights": "{} weights",
+    "anatomy": "{}",
+    "verify_width": "width {}",
+    "compiled": "compiled={}",
+    "quoted_against": "against {}",
+    "engine_plain": "{}",
+    "experiment": "{}",
+}
+# What comes with others of these: a difference only between runs that agree in them.
+COMES_WITH = {
+    "compiled": ("pair",),
+    "questions_sha256": ("data", "split"),
+    "pool": ("unit",),
+    "engine_plain": ("engine_name",),
+}
+# No differences: what older runs do not tell, and that another engine is its own baseline.
+UNTOLD: dict[str, set] = {"pool": {None}, "quoted_against": {None}, "engine_plain": {None}}
+QUOTED = {"engine": "our loop", "hf_generate": "transformers generate"}  # what speedups are against
+
+
+def method_label(summary: Mapping) -> str:
+    """The method, what drafts for it where that is another choice, its rule for draft lengths, and another engine."""
+    drafter, engine = summary["drafter"], summary.get("engine")
+    if engine is not None:  # which schedules by itself
+        return f"{drafter or summary['method']} by {engine['name']}"
+    label = summary["method"] if drafter in (None, "none") else f"{summary['method']} + {drafter}"
+    rule = summary["draft_length"]
+    return label if rule == CONSTANT else f"{label}, {rule} draft length"
+
+
+def beside_engines(summaries: Iterable[dict]) -> list[dict]:
+    """The runs of other engines, and this project's own of a method and pair that another engine was measured with."""
+    of_questions = [summary for summary in summaries if summary["unit"] == QUESTION]
+    others = {_question(summary) for summary in of_questions if summary.get("engine") is not None}
+    return [summary for summary in of_questions if _question(summary) in others]
+
+
+def _question(summary: Mapping) -> tuple:
+    """What is the same for engines that are set side by side."""
+    return tuple(
+        summary.get(key)
+        for key in ("method", "pair", "data", "split", "turns", "questions_sha256", "temperature")
+    )
+
+
+def as_text(settings: Mapping) -> list[str]:
+    """Each setting as it stands on the command line."""
+    return [f"{name}={value}" for name, value in settings.items()]
+
+
+def task_names(summaries: Iterable[Mapping]) -> list[str]:
+    """The tasks that any of the runs measured: Spec-Bench's six in its order, then others as they come."""
+    seen = dict.fromkeys(task for summary in summaries for task in summary["tasks"])
+    return [*(task for task in TASKS if task in seen), *(task for task in seen if task not in TASKS)]
+
+
+def varied_settings(summaries: Iterable[Mapping]) -> list[dict]:
+    """For each summary the settings that were varied for its method: in which two of its runs on one pair differ."""
+    summaries = list(summaries)
+    every = [chosen_settings(summary) for summary in summaries]
+    first: dict[tuple[str, str], dict] = {}
+    varied: dict[str, set] = {}
+    for summary, settings, pair in zip(summaries, every, pair_names(summaries)):
+        method = method_label(summary)
+        base = first.setdefault((method, pair), settings)
+        differing = {k for k in base.keys() | settings.keys() if base.get(k) != settings.get(k)}
+        if not {DRAFT} <= base.keys() & settings.keys():
+            differing.discard(DRAFT)  # which older runs do not tell
+        if VOCAB_SIZE in differing:
+            differing.discard(VOCAB_MAP)
+        varied.setdefault(method, set()).update(differing)
+    return [
+        {key: value for key, value in settings.items() if key in varied[method_label(summary)]}
+        for summary, settings in zip(summaries, every)
+    ]
+
+
+def chosen_settings(summary: Mapping) -> dict:
+    """The settings of a run, and its draft model, which the pair names."""
+    draft = summary.get("draft")
+    return summary["settings"] | ({} if draft is None else {DRAFT: draft})
+
+
+def pair_names(summaries: Iterable[Mapping]) -> list[str]:
+    """The pair of each, and its target where pairs of one name, such as `local`, have several."""
+    summaries = list(summaries)
+    targets: dict[str, set] = {}
+    for summary in summaries:
+        targets.setdefault(summary["pair"], set()).add(summary.get("target"))
+    return [
+        # Older runs do not tell their target.
+        f"{pair} ({target})" if target is not None and len(targets[pair] - {None}) > 1 else pair
+        for pair, target in ((summary["pair"], summary.get("target")) for summary in summaries)
+    ]
+
+
+def labels(summaries: Iterable[Mapping], without: Collection[str] = ()) -> list[str]:
+    """A short name for each: the method, the settings that were varied, and what else the runs differ in.
+
+    The keys `without` are left out.
+    """
+    summaries = list(summaries)
+    rest = _differing(summaries, without)
+    return [
+        ", ".join([method_label(summary), *words, *more])
+        for summary, words, more in zip(summaries, _settings_words(summaries), rest)
+    ]
+
+
+def _settings_words(summaries: Sequence[Mapping]) -> list[list[str]]:
+    """What tells the settings of a method's runs apart: "published" or "tuned" where that names one, else those varied.
+
+    A method with tuned settings alone is "tuned" where another one has published ones.
+    """
+    every = [as_text(varied) for varied in varied_settings(summaries)]
+    sources = [summary.get("settings_source") for summary in summaries]
+    by_source: dict[str, dict[str | None, set[tuple[str, ...]]]] = {}
+    for summary, source, words in zip(summaries, sources, every):
+        by_source.setdefault(method_label(summary), {}).setdefault(source, set()).add(tuple(words))
+    named = {
+        (method, source)
+        for method, of_source in by_source.items()
+        for source, settings in of_source.items()
+        if source in (PUBLISHED, TUNED) and len(of_source) > 1 and len(settings) == 1
+    }
+    tuned = [TUNED] if PUBLISHED in sources else []
+    return [
+        [str(source)]
+        if words and (method_label(summary), source) in named
+        else words + (tuned if by_source[method_label(summary)].keys() == {TUNED} else [])
+        for summary, source, words in zip(summaries, sources, every)
+    ]
+
+
+def _differing(summaries: list[Mapping], without: Collection[str]) -> list[list[str]]:
+    """What the runs differ in beside method and settings, as labels say it; the size of a batch only of batches.
+
+    What comes with others is a difference only between runs that agree in those: see `COMES_WITH`.
+    """
+    summaries = [
+        dict(summary) | {"pair": pair, "quoted_against": _quoted(summary)} | _of_engine(summary)
+        for summary, pair in zip(summaries, pair_names(summaries))
+    ]
+    several = [key for key in DIFFERING if key not in without and _differs(key, summaries)]
+    return [
+        [
+            DIFFERING[key].format(summary[key])
+            for key in several
+            if summary.get(key) is not None and (key != "batch_size" or summary["unit"] == POOL)
+        ]
+        for summary in summaries
+    ]
+
+
+def _differs(key: str, summaries: Iterable[Mapping]) -> bool:
+    """Whether summaries differ in a key, of those that agree in what it comes with."""
+    values: dict[tuple, set] = {}
+    for summary in summaries:
+        alike = tuple(summary.get(other) for other in COMES_WITH.get(key, ()))
+        values.setdefault(alike, set()).add(summary.get(key))
+    return any(len(of_alike - UNTOLD.get(key, set())) > 1 for of_alike in values.values())
+
+
+def _quoted(summary: Mapping) -> str | None:
+    """What a speedup is against; None of another engine, which is its own baseline."""
+    return None if summary.get("engine") else QUOTED[summary["baseline"]["quoted_against"]]
+
+
+def _of_engine(summary: Mapping) -> dict[str, str | None]:
+    """The name of another engine, its version and how its plain arm was told to decode; None of our own."""
+    engine = summary.get("engine")
+    if not engine:
+        return {"engine_name": None, "engine_plain": None}
+    return {
+        "engine_name": engine["name"],
+        "engine_plain": ", ".join([engine["version"], *as_text(engine["plain"])]),
+    }
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Overall speedups of a method on a pair by the values of the two settings that were varied."""
+
+    label: str
+    pair: str
+    down: str
+    across: str
+    cells: dict[tuple, float | None]
+
+    @property
+    def rows(self) -> list:
+        """Values of the first setting, in the order of the cells."""
+        return list(dict.fromkeys(row for row, _ in self.cells))
+
+    @property
+    def columns(self) -> list:
+        """Values of the second setting, in the order of the cells."""
+        return list(dict.fromkeys(column for _, column in self.cells))
+
+
+def grids(summaries: Iterable[Mapping]) -> list[Grid]:
+    """A grid for each method and pair of whose settings just two were varied, and each of these more than once.
+
+    Runs that differ in anything else are not of one grid. A cell that was run several times stands with its last run.
+    """
+    summaries = list(summaries)
+    cells: dict[tuple[str, str, str, str], dict[tuple, float | None]] = {}
+    rest = zip(pair_names(summaries), _differing(summaries, ("pair",)))
+    for summary, varied, (pair, more) in zip(summaries, varied_settings(summaries), rest):
+        if len(varied) == 2:
+            down, across = varied
+            key = (", ".join([method_label(summary), *more]), pair, down, across)
+            coordinates = tuple(
+                str(value) if isinstance(value, list | dict) else value for value in varied.values()
+            )
+            cells.setdefault(key, {})[coordinates] = summary["overall"]["speedup"]
+    all_grids = [Grid(*key, of_key) for key, of_key in cells.items()]
+    return [grid for grid in all_grids if len(grid.rows) > 1 and len(grid.columns) > 1]
+
+
+def named(names: list[str]) -> str:
+    """The first few of many names, and how many more there are."""
+    return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
