@@ -310,6 +310,8 @@ def test_token_recycling_learns_from_copied_tokens():
     def commit(batch, verified):
         real(batch, verified)
         copied.append(drafter._copies[0])
+        if batch.is_over:  # nothing is drafted from this table any more
+            return
         token = batch.sequences[0].tokens[-2]
         assert (
             drafter.inner._followers[0, token].tolist()

@@ -25,7 +25,7 @@ from specbench.measure.arms import HF, METHOD
 from specbench.measure.certify import Certifier
 from specbench.measure.numeric_noise import forced_logits, model_noise, shape_noise, tree_logits
 from specbench.measure.runner import prepare
-from specbench.models.pairs import place_weights
+from specbench.models.devices import place_weights
 from specbench.system.errors import UserError
 from tests.methods.test_graphs import DRAFTERS, SCHEDULERS, answers, expected, requests
 from tests.support.conf import composed
@@ -59,9 +59,8 @@ def half() -> SimpleNamespace:
 def panels(half) -> SimpleNamespace:
     """The same, with kernels of our own."""
     models = {name: copy.deepcopy(getattr(half, name)) for name in ("target", "draft")}
-    for model in models.values():
-        StagedModel(model)
-    return SimpleNamespace(**(vars(half) | models))
+    staged, _ = (StagedModel(model) for model in models.values())
+    return SimpleNamespace(**(vars(half) | models | {"staged": staged}))
 
 
 def half_requests(pair) -> list[Request]:
