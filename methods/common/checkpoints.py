@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from specbench.decoding.cpu.packed_linear import pack_linears
 from specbench.decoding.model.anatomy import rotary_of
+from specbench.models.devices import place_weights
 from specbench.models.expansion import Sizes
-from specbench.models.pairs import fetch_small_files, place_weights
+from specbench.models.model_source import fetch_small_files
 from specbench.system.errors import UserError, one_line, warn
 from specbench.system.paths import packaged
 

@@ -27,8 +27,8 @@ from methods.common.checkpoints import (
 )
 from methods.dflash.model import BlockConfig, BlockModel
 from specbench.decoding.model.anatomy import check_rope
+from specbench.models.devices import name_of
 from specbench.models.expansion import Expansion
-from specbench.models.pairs import name_of
 from specbench.system.errors import UserError
 
 if TYPE_CHECKING:

@@ -25,8 +25,8 @@ from methods.common.checkpoints import (
 )
 from methods.eagle3.model import Eagle3Config, Eagle3Model, default_taps
 from specbench.decoding.model.anatomy import check_rope
+from specbench.models.devices import name_of
 from specbench.models.expansion import Expansion
-from specbench.models.pairs import name_of
 from specbench.system.errors import UserError
 
 if TYPE_CHECKING:

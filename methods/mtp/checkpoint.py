@@ -25,8 +25,8 @@ from methods.common.checkpoints import (
 from methods.mtp.model import MtpModel
 from specbench.decoding.model.anatomy import check_rope
 from specbench.decoding.state import NORMED
+from specbench.models.devices import name_of
 from specbench.models.expansion import CONSTANT, NORM_WEIGHT, Expansion
-from specbench.models.pairs import name_of
 from specbench.system.errors import UserError
 
 if TYPE_CHECKING:

@@ -49,7 +49,8 @@ def audit(cfg: DictConfig) -> int:
         raise UserError(f"there is no file '{missing[0]}'")
     # Late: torch takes seconds.
     from specbench.engines.audit import Referee, arms_of, first_tokens, likelihoods, read_answers
-    from specbench.models.pairs import load_pair, name_of
+    from specbench.models.devices import name_of
+    from specbench.models.pairs import load_pair
 
     pair = load_pair(cfg.pair, 0, with_draft=False)
     referee = Referee(pair, cfg.temperature)

@@ -21,7 +21,8 @@ def fetch(cfg: DictConfig) -> None:
     """Fetches target, draft model, trained parts and tokenizer, and prints where each lies, or raises UserError."""
     check_sources(cfg)
     # Late: torch takes seconds.
-    from specbench.models.pairs import fetch_small_files, fetch_with_weights, local_folder, model_folder
+    from specbench.models.model_source import fetch_small_files, fetch_with_weights, model_folder
+    from specbench.models.names import local_folder
 
     pair = cfg.pair
     models = {"target": pair.target, "draft": pair.draft}

@@ -187,9 +187,10 @@ def study_folder(base: DictConfig, space: str) -> Path:
     checked = cast("DictConfig", OmegaConf.create(OmegaConf.to_container(base)))
     spec = check(checked)
     from specbench.measure.machine import provenance  # late: with torch it takes seconds
+    from specbench.models.model_source import fetch_small_files
     from specbench.models.names import is_hub_id
     from specbench.models.packages import is_package
-    from specbench.models.pairs import fetch_small_files, pair_for
+    from specbench.models.pairs import pair_for
 
     threads = [os.environ.get(name) for name in THREAD_VARIABLES]
     plain = values.plain(checked)

@@ -17,9 +17,11 @@ from specbench.engines.environments import program
 from specbench.engines.served import PLAIN, SPECULATIVE, ServedEngine
 from specbench.engines.server import HOST, Server, shared_cores
 from specbench.engines.vllm_proposer import DRAFTER
+from specbench.models.devices import name_of
 from specbench.models.export import as_folder, as_part
+from specbench.models.model_source import fetch_with_weights
 from specbench.models.names import local_folder
-from specbench.models.pairs import Pair, fetch_with_weights, name_of
+from specbench.models.pairs import Pair
 from specbench.system.errors import UserError
 from specbench.system.files import make_folder, read_json
 from specbench.system.paths import cache_folder

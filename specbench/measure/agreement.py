@@ -20,7 +20,7 @@ from specbench.decoding.model import fixed_shape
 from specbench.decoding.model.anatomy import drivable
 from specbench.decoding.model.graphs import GraphRunner
 from specbench.decoding.state import Draft
-from specbench.models.pairs import name_of
+from specbench.models.devices import name_of
 from specbench.system.errors import UserError
 
 if TYPE_CHECKING:

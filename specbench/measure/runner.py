@@ -47,7 +47,8 @@ from specbench.measure.records import run_folder as store
 from specbench.measure.round_costs import set_round_costs
 from specbench.measure.served import prepare_served
 from specbench.measure.warm_up import choose_threads, warm_up
-from specbench.models.pairs import load_pair, name_of, pair_for
+from specbench.models.devices import name_of
+from specbench.models.pairs import load_pair, pair_for
 from specbench.system.errors import BusyError, UserError, one_line, one_line_errors
 from specbench.system.files import read_json, write_json
 from specbench.system.settings import CONSTANT, GOODPUT, flat, parameters

@@ -15,7 +15,7 @@ from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.state import Request
 from specbench.measure.agreement import check_staged
-from specbench.models.pairs import place_weights
+from specbench.models.devices import place_weights
 from tests.support.batches import assert_lossless
 from tests.support.decoding import STOP, generate_with_transformers, random_pair
 from tests.support.drafters import ModelChain, ModelTree

@@ -15,7 +15,8 @@ from specbench.decoding.state import Draft
 from specbench.measure import runner
 from specbench.measure.agreement import _checked_length, agreement, check_staged, own_ways, random_ids
 from specbench.measure.runner import prepare
-from specbench.models.pairs import load_pair, place_weights
+from specbench.models.devices import place_weights
+from specbench.models.pairs import load_pair
 from specbench.system.errors import UserError
 from tests.support.conf import composed
 from tests.support.models import random_model

@@ -27,7 +27,7 @@ from specbench.decoding.model.graphs import EagerRunner, GraphRunner
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import Draft, Request
-from specbench.models.pairs import place_weights
+from specbench.models.devices import place_weights
 from tests.support.decoding import STOP, generate_with_transformers, random_prompt
 from tests.support.drafters import EarlyExit, ModelChain, ModelTree
 from tests.support.methods import sorted_pair

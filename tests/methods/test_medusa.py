@@ -199,7 +199,7 @@ def test_files_from_the_hub(folder, monkeypatch):
         asked.append((name, allow_patterns))
         return folder
 
-    monkeypatch.setattr("specbench.models.pairs.snapshot_download", fetch)
+    monkeypatch.setattr("specbench.models.model_source.snapshot_download", fetch)
     assert Medusa(random_pair("llama"), "someone/medusa-of-llama").heads.heads == 3
     files = ["config.json", "model.safetensors", "medusa_lm_head.pt", "medusa_lm_head.safetensors"]
     assert asked == [("someone/medusa-of-llama", files)]

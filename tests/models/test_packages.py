@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from specbench.commands.fetch import main
-from specbench.models import packages, pairs
+from specbench.models import model_source, packages
 from specbench.models.packages import PARTIAL, described, fetched
 from specbench.system.errors import UserError
 from tests.support.commands import exit_code, run_main
@@ -171,14 +171,14 @@ def test_the_command_fetches_all_models_of_a_pair(monkeypatch, capfd):
 
 def test_a_tokenizer_of_the_hub_is_fetched_too(monkeypatch, capfd):
     fetched = []
-    monkeypatch.setattr(pairs, "fetch_small_files", lambda name, *_: fetched.append(name) or name)
+    monkeypatch.setattr(model_source, "fetch_small_files", lambda name, *_: fetched.append(name) or name)
     monkeypatch.setattr("sys.argv", ["specbench fetch", "tiny", "pair.tokenizer=org/tokenizer"])
     assert exit_code(main) == 0
     assert fetched == ["org/tokenizer"] and "tokenizer: org/tokenizer" in capfd.readouterr().out
 
 
 def test_a_target_of_the_hub_is_fetched_with_its_weights(monkeypatch, capfd):
-    monkeypatch.setattr(pairs, "fetch_with_weights", lambda *asked: "-".join(map(str, asked)))
+    monkeypatch.setattr(model_source, "fetch_with_weights", lambda *asked: "-".join(map(str, asked)))
     monkeypatch.setattr(
         "sys.argv", ["specbench fetch", "tiny", "pair.target=org/model", "pair.target_revision=main"]
     )

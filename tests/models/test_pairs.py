@@ -15,8 +15,9 @@ from transformers import SmolLM3Config, SmolLM3ForCausalLM
 from specbench.decoding.model.graphs import Options, options_of
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.measure.agreement import check_staged
-from specbench.models import pairs
-from specbench.models.pairs import SWITCH, choose_device, compiles, load_pair, place_weights, prepare_device
+from specbench.models import model_source, pairs
+from specbench.models.devices import SWITCH, choose_device, compiles, place_weights, prepare_device
+from specbench.models.pairs import load_pair
 from specbench.models.surgery import cut
 from specbench.system.errors import UserError
 from specbench.system.files import read_json
@@ -60,8 +61,8 @@ def test_weights_are_fetched_once(tmp_path, monkeypatch, files, fetched):
             (tmp_path / file).touch()
         return str(tmp_path)
 
-    monkeypatch.setattr(pairs, "snapshot_download", snapshot)
-    assert pairs.fetch_with_weights("someone/model", "main") == tmp_path
+    monkeypatch.setattr(model_source, "snapshot_download", snapshot)
+    assert model_source.fetch_with_weights("someone/model", "main") == tmp_path
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["config.json", *fetched])
 
 
@@ -308,7 +309,7 @@ def test_many_random_weights_are_told_of_before_they_are_drawn(cfg, monkeypatch,
     cfg.init = "random"
     load_pair(cfg, seed=0, with_draft=False)
     assert "random" not in capsys.readouterr().err
-    monkeypatch.setattr(pairs, "MANY_PARAMETERS", 10_000)
+    monkeypatch.setattr(model_source, "MANY_PARAMETERS", 10_000)
     load_pair(cfg, seed=0, with_draft=False)
     assert "making random weights (0.0 B parameters) ...\n" in capsys.readouterr().err
 

@@ -123,7 +123,7 @@ def run(name: str, own: list[str], limit: float, file: TextIO) -> None:
 def measure(name: str, options: argparse.Namespace, limit: float, file: TextIO) -> None:
     """Runs a part in this process, for `limit` seconds and what its last step takes."""
     end = time.monotonic() + limit
-    from specbench.models.pairs import choose_device, prepare_device
+    from specbench.models.devices import choose_device, prepare_device
     from tests.benchmarks.gpu.figures import Check, Figure, TimeUp
     from tests.benchmarks.gpu.parts import PARTS
 

@@ -22,7 +22,8 @@ from specbench.decoding.slots import Slots
 from specbench.decoding.state import Batch, Draft
 from specbench.decoding.trace import Clock
 from specbench.measure.machine import provenance
-from specbench.models.pairs import Pair, load_pair, prepare_device
+from specbench.models.devices import prepare_device
+from specbench.models.pairs import Pair, load_pair
 from tests.benchmarks.gpu.figures import COMPILING, GB, MS, REPEATS, Check, Figure, seconds
 
 # What a kernel does, by a piece of its name; all others work element by element, or sum.

@@ -1,0 +1,67 @@
+"""Where a model computes, and in which dtype."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from specbench.system.errors import UserError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+SWITCH = "SPECBENCH_COMPILE"  # an environment variable; 0: layers on a CPU are compiled where that is asked for alone
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of that name; "auto" is CUDA where there is one, each process its own where several were launched.
+
+    Raises UserError for a device that this machine does not have.
+    """
+    if name == "auto":
+        return torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu")
+    if name != "cpu" and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise UserError(
+            f"several processes cannot share pair.device={name}: use auto, which gives each its own"
+        )
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UserError(f"pair.device '{name}' is not a device: use auto, cpu or cuda:0") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UserError(
+            f"pair.device is '{name}', but this machine has {torch.cuda.device_count()} CUDA devices"
+        )
+    # With its number: torch takes no other for the current device.
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+
+
+def prepare_device(device: torch.device) -> None:
+    """Makes a GPU ready to decode on; on a CPU there is nothing to do.
+
+    It becomes the current device of this process, for whatever names none. Attention never takes cuDNN's kernels: those
+    need a plan, tens of ms of the host's time, for each new number of keys, and every decoded token is a new number.
+    That holds for the whole process, and so for transformers' generate, too.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def place_weights(module: torch.nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Moves a module to a device, and its parameters alone to a dtype.
+
+    Its buffers keep theirs: frequencies of rotary positions in bfloat16 put the cosine of position 512 wrong by 0.4.
+    """
+    module.to(device)
+    for parameter in module.parameters():
+        parameter.data = parameter.data.to(dtype)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """A dtype as the configuration names it, such as "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def compiles(setting: bool | None, device: torch.device) -> bool:
+    """Whether a pair's models are compiled, by its setting `compile`: if that is null, on a CPU alone."""
+    return device.type == "cpu" and os.environ.get(SWITCH) != "0" if setting is None else setting
