@@ -96,6 +96,19 @@ def check_vocabulary(folder: str | Path, what: str, vocab: int | None, target: i
         warn(f"{what} in '{folder}' were made for a target of {vocab} tokens, and this one has {target}")
 
 
+def check_target(
+    folder: str | Path,
+    what: str,
+    settings: Mapping[str, Any],
+    target: StagedModel,
+    expansion: Expansion | None,
+) -> None:
+    """`check_width` and `check_vocabulary` by a part's config.json, whose sizes are those of its target."""
+    width, _, vocab = sizes_trained_for(target, expansion)
+    check_width(folder, what, settings.get("hidden_size"), width)
+    check_vocabulary(folder, what, settings.get("vocab_size"), vocab)
+
+
 def check_copy(folder: str | Path, what: str, name: str, copy: torch.Tensor, original: torch.Tensor) -> None:
     """Raises UserError unless a tensor is a copy of one of the target's, but for the rounding of a 16-bit type."""
     original = original.detach().float().cpu()

@@ -10,13 +10,11 @@ from transformers import LlamaConfig
 from methods.common.checkpoints import (
     EMBEDDING,
     WEIGHTS,
-    check_vocabulary,
-    check_width,
+    check_target,
     fill,
     layer_sizes,
     read_checkpoint,
     ready,
-    sizes_trained_for,
     write_checkpoint,
 )
 from methods.eagle.model import EagleModel
@@ -58,9 +56,7 @@ def load_eagle(
             another target.
     """
     settings, state = read_checkpoint(folder, WHAT, FILES)
-    width, _, vocab = sizes_trained_for(target, expansion)
-    check_width(folder, WHAT, settings.get("hidden_size"), width)
-    check_vocabulary(folder, WHAT, settings.get("vocab_size"), vocab)
+    check_target(folder, WHAT, settings, target, expansion)
     state.pop(IGNORED, None)
     check_embedding(folder, state.pop(EMBEDDING, None), target)
     config = LlamaConfig(**settings | _layer_settings(settings, state))

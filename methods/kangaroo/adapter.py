@@ -16,12 +16,10 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRMSNor
 
 from methods.common.checkpoints import (
     WEIGHTS,
-    check_vocabulary,
-    check_width,
+    check_target,
     fill,
     read_checkpoint,
     ready,
-    sizes_trained_for,
     write_checkpoint,
 )
 from methods.common.draft_layer import DraftLayer
@@ -105,9 +103,7 @@ def load_adapter(folder: str | Path, target: StagedModel, expansion: Expansion |
             target of another width.
     """
     settings, state = read_checkpoint(folder, WHAT, FILES)
-    width, _, vocab = sizes_trained_for(target, expansion)
-    check_width(folder, WHAT, settings.get("hidden_size"), width)
-    check_vocabulary(folder, WHAT, settings.get("vocab_size"), vocab)
+    check_target(folder, WHAT, settings, target, expansion)
     config = LlamaConfig(**settings)
     check_rope(config)
     adapter = Adapter(config)

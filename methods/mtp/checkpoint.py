@@ -12,13 +12,11 @@ from transformers import Qwen3Config
 
 from methods.common.checkpoints import (
     WEIGHTS,
-    check_vocabulary,
-    check_width,
+    check_target,
     drop_copies,
     fill,
     read_checkpoint,
     ready,
-    sizes_trained_for,
     unknown_settings,
     write_checkpoint,
 )
@@ -92,9 +90,7 @@ def load_mtp(folder: str | Path, target: StagedModel, expansion: Expansion | Non
     flat = {**settings, **(settings.get(LAYER) or {})}
     if problems := [*_problems(flat)]:
         raise UserError(f"{WHAT} in '{folder}' cannot be used: config.json {'; '.join(problems)}")
-    width, _, vocab = sizes_trained_for(target, expansion)
-    check_width(folder, WHAT, flat["hidden_size"], width)
-    check_vocabulary(folder, WHAT, flat.get("vocab_size"), vocab)
+    check_target(folder, WHAT, flat, target, expansion)
     drop_copies(folder, WHAT, state, target, expansion)
     state = {_own_name(name): tensor for name, tensor in state.items()}
     # Speculators trains on the states in front of the target's final norm.

@@ -17,6 +17,7 @@ from specbench.system.files import file_sha256, lock_folder, make_folder, write_
 from specbench.system.paths import cache_folder, packaged
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
 
 SUFFIX = ".gguf"
@@ -132,6 +133,12 @@ def own_tokens(tokenizer: Any, count: int) -> Any:
     return trimmed
 
 
+def warn_of_unused(name: str, tensors: Iterable[str]) -> None:
+    """Warns of tensors of a model's file that its config does not use, if there are any."""
+    if unused := sorted(tensors):
+        warn(f"'{name}' has {len(unused)} tensors that its config does not use, such as {unused[0]}")
+
+
 def _field(reader: Any, end: str) -> Any:
     """What the file says under the key with this end; None where it does not."""
     return next((field.contents() for key, field in reader.fields.items() if key.endswith(end)), None)
@@ -232,8 +239,7 @@ def _convert(path: Path, digest: str, folder: Path) -> None:
     if info["missing_keys"]:  # transformers fills them with random numbers
         missing = sorted(info["missing_keys"])
         raise UserError(f"'{path}' lacks {len(missing)} tensors, such as {missing[0]}")
-    if unused := sorted(info["unexpected_keys"]):
-        warn(f"'{path}' has {len(unused)} tensors that its config does not use, such as {unused[0]}")
+    warn_of_unused(str(path), info["unexpected_keys"])
     _complete(model.config.get_text_config(), reader)
     ends = {int(reader.fields[key].contents()) for key in ENDS if key in reader.fields}
     vocabulary = tokenizer.get_vocab()

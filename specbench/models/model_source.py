@@ -22,11 +22,11 @@ from safetensors import SafetensorError
 
 from specbench.models.devices import place_weights
 from specbench.models.expansion import Expansion, expand_model, expansion_of
-from specbench.models.gguf import converted, gguf_file, is_gguf
+from specbench.models.gguf import converted, gguf_file, is_gguf, warn_of_unused
 from specbench.models.names import local_folder
 from specbench.models.packages import fetched, is_package
 from specbench.models.surgery import cut, embedding_names, shares_embeddings
-from specbench.system.errors import UserError, one_line, out_of_memory, warn
+from specbench.system.errors import UserError, one_line, out_of_memory
 from specbench.system.settings import plain
 
 if TYPE_CHECKING:
@@ -211,8 +211,7 @@ class Source:
                 f"the weights of '{self.name}' do not fit its config: {tensor} has the shape {list(size)}, but the "
                 f"config says {list(expected)}"
             )
-        if unused := sorted(info["unexpected_keys"]):
-            warn(f"'{self.name}' has {len(unused)} tensors that its config does not use, such as {unused[0]}")
+        warn_of_unused(self.name, info["unexpected_keys"])
         # transformers fills what a checkpoint lacks with random numbers; a benchmark must not.
         lacking = set(info["missing_keys"])
         if shares_embeddings(model):
