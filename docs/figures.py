@@ -218,17 +218,25 @@ def block(runs: list[Run], page: Page, drawn: Iterable[str]) -> str:
             body(by_task),
         ]
         parts += [f"{line}." for line in dict.fromkeys(map(remarks.repetition_line, summaries)) if line]
-    notes = [*faulty(runs), *remarks.notes(runs), *differing_training(summaries)]
-    if page.in_full:
-        notes = [f"{'; '.join(remarks.kinds(notes))}: [in full]({page.in_full})"] if notes else []
-    parts += [f"**{note}**" for note in notes]
+    parts += [in_short(runs, page.in_full)] if page.in_full else [f"**{note}**" for note in warnings(runs)]
     trained = training_table(summaries)
     if trained is not None and not differing_training(summaries):
         parts.append(f"Training: {SAME}.")
     parts += [
         f"![{PLOTS[name]}]({page.figures}/{page.folder}/{name}.png)" for name in page.plots if name in drawn
     ]
-    return "\n\n".join(parts)
+    return "\n\n".join(filter(None, parts))
+
+
+def warnings(runs: list[Run]) -> list[str]:
+    """What a reader of a table of these runs must know."""
+    return [*faulty(runs), *remarks.notes(runs), *differing_training(run.summary for run in runs)]
+
+
+def in_short(runs: list[Run], page: str) -> str:
+    """What the warnings are about, and the page that has them in full; empty where there are none."""
+    kinds = "; ".join(remarks.kinds(warnings(runs)))
+    return f"**{kinds}: [in full]({page})**" if kinds else ""
 
 
 def measured_on(runs: list[Run]) -> str:
@@ -306,7 +314,7 @@ def write(runs: list[Run], root: Path = ROOT) -> None:
                 path.read_text(encoding="utf-8"), block(page.rows(group), page, drawn)
             )
         if name == pages[0].pair:
-            changed |= method_pages(group, name, root, changed)
+            changed |= method_pages(group, pages[0], root, changed)
         folder = root / "docs" / "figures" / name
         folder.mkdir(parents=True, exist_ok=True)
         for plot, figure in drawn.items():
@@ -316,12 +324,12 @@ def write(runs: list[Run], root: Path = ROOT) -> None:
         print(path.relative_to(root))
 
 
-def method_pages(runs: list[Run], pair: str, root: Path, changed: Mapping[Path, str]) -> dict[Path, str]:
+def method_pages(runs: list[Run], full: Page, root: Path, changed: Mapping[Path, str]) -> dict[Path, str]:
     """The pages of methods, with the rows of the methods in their headings between the markers of the pair.
 
     Args:
-        runs: Finished runs of the pair.
-        pair: Its name.
+        runs: Finished runs of a pair.
+        full: The page of the pair that has all rows.
         root: Of the checkout.
         changed: What pages will hold that are not written yet.
     """
@@ -331,7 +339,8 @@ def method_pages(runs: list[Run], pair: str, root: Path, changed: Mapping[Path, 
         methods = re.findall(r"`(\w+)`", text.partition("\n")[0])
         if shown := [run for run in runs if run.summary["method"] in methods]:
             table = body(tables.overview_table(run.summary for run in shown))
-            written = formats.between(text, pair, f"{measured_on(shown)}\n\n{table}")
+            parts = measured_on(shown), table, in_short(shown, f"../results/{full.path.name}")
+            written = formats.between(text, full.pair, "\n\n".join(filter(None, parts)))
             if written is not None:
                 pages[path] = written
     return pages

@@ -227,12 +227,18 @@ def test_the_page_of_a_method_has_its_rows(figures, tmp_path):
     (pages / "pld.md").write_text("# `pld`: no markers\n", encoding="utf-8")
     names = {"sps": 1.5, "eagle": 1.6, "eagle2": 1.7, "pld": 1.8}
     runs = [run_of(tmp_path / "runs", n, faster(speedup, method=n)) for n, speedup in names.items()]
+    runs[0].summary["failed"] = 2
     waiting = {pages / "sps.md": (pages / "sps.md").read_text().replace("a method", "changed")}
-    found = figures.method_pages(runs, "tiny", tmp_path, waiting)
+    found = figures.method_pages(runs, figures.PAGES[0], tmp_path, waiting)
     written = {path.stem: text for path, text in found.items()}
     assert written.keys() == {"sps", "eagle"} and "changed" in written["sps"]
     assert "| 1.50 [" in written["sps"] and "| 1.60 [" not in written["sps"] and "old" not in written["sps"]
     assert "| 1.60 [" in written["eagle"] and "| 1.70 [" in written["eagle"]
+    assert (
+        "**sps: FAILED: [in full](../results/methods.md)**"
+        in written["sps"]
+    )
+    assert "in full" not in written["eagle"]
 
 
 def test_the_page_of_conversations_shows_every_kind_and_counts_all():

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 Module = TypeVar("Module", bound=torch.nn.Module)
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
+ANGLES = "rotary_emb.inv_freq"  # made anew: older versions of transformers kept them among the weights
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"  # copies of the target's, which many files hold
 
 
@@ -46,12 +47,12 @@ def read_checkpoint(
         check: called with the content of config.json before tensors are looked for.
 
     Returns:
-        The content of config.json, and the tensors by name.
+        The content of config.json, and the tensors by name, without rotary frequencies.
 
     Raises:
         UserError: a file is missing or cannot be read.
     """
-    folder = _fetched(packaged(folder), files)
+    folder = fetched(packaged(folder), files)
     present = [name for name in files if (folder / name).is_file()]
     try:
         if not (folder / CONFIG).is_file():
@@ -63,13 +64,15 @@ def read_checkpoint(
             raise UserError(f"{what} in '{folder}' cannot be read: one of {', '.join(files)} is missing")
         path = folder / present[0]
         if path.suffix == ".safetensors":
-            return settings, load_file(path)
-        return settings, torch.load(path, map_location="cpu", weights_only=True)
+            state = load_file(path)
+        else:
+            state = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, EOFError, RuntimeError, ValueError, SafetensorError, UnpicklingError) as error:
         raise UserError(f"{what} in '{folder}' cannot be read: {one_line(error)}") from error
+    return settings, {name: tensor for name, tensor in state.items() if not name.endswith(ANGLES)}
 
 
-def _fetched(folder: Path, files: Sequence[str]) -> Path:
+def fetched(folder: Path, files: Sequence[str]) -> Path:
     """The folder itself, or, where there is none and its name has the form of a hub id, the hub's files in the cache.
 
     Raises UserError for one that is neither there nor on the hub.

@@ -188,7 +188,9 @@ def pair_to_train(cfg: DictConfig) -> Pair:
         pair = target_pair(cfg)
         pair.draft = cut_from(pair, cfg)
         return pair
-    pair_cfg = OmegaConf.merge(cfg.pair, {} if cfg.draft is None else {"draft": cfg.draft})
+    pair_cfg = OmegaConf.merge(
+        cfg.pair, {} if cfg.draft is None else {"draft": cfg.draft, "draft_revision": None}
+    )
     pair = load_pair(training_pair(cast("DictConfig", pair_cfg)), cfg.seed, with_draft=True)
     check_context(cfg, pair)
     draft = draft_of(pair)

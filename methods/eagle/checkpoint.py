@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 WHAT = "the weights of the drafter"
 FILES = (WEIGHTS, "pytorch_model.bin")
-# A buffer that older transformers stored and newer ones compute.
-IGNORED = "layers.0.self_attn.rotary_emb.inv_freq"
 LOGIT = -128.0  # of a token that an expanded vocabulary adds
 ROWS = 4096  # of embeddings that are compared at a time
 
@@ -57,7 +55,6 @@ def load_eagle(
     """
     settings, state = read_checkpoint(folder, WHAT, FILES)
     check_target(folder, WHAT, settings, target, expansion)
-    state.pop(IGNORED, None)
     check_embedding(folder, state.pop(EMBEDDING, None), target)
     config = LlamaConfig(**settings | _layer_settings(settings, state))
     check_rope(config)

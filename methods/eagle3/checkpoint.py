@@ -108,7 +108,7 @@ def load_eagle3(
     """
     settings, state = read_checkpoint(folder, WHAT, FILES)
     settings = _flat(folder, settings)
-    state = {_own_name(name): tensor for name, tensor in state.items() if not name.endswith("inv_freq")}
+    state = {_own_name(name): tensor for name, tensor in state.items()}
     _check_method(folder, settings, state, masks)
     width, layers, vocab = sizes_trained_for(target, expansion)
     read = _taps(folder, settings, taps, layers)

@@ -39,7 +39,7 @@ PLAIN, PREFIXED = "mlp", "prefix-mlp"  # the architectures, as the authors' conf
 PREFIX = "prefix_embeding_layer."  # spelt as by the authors
 PARTS = ("res_connection", "linear")  # of the first block: A, B
 EMBEDDING = "input_embed_fn.weight"  # a copy of the target's, which is used in its place
-UNUSED = (f"{PREFIX}embed_tokens.weight", f"{PREFIX}layers.0.self_attn.rotary_emb.inv_freq")
+UNUSED = f"{PREFIX}embed_tokens.weight"
 
 
 def save_heads(heads: Heads, folder: str | Path, dtype: torch.dtype, **notes: Any) -> None:
@@ -109,8 +109,7 @@ def load_heads(
     )
     if (copy := state.pop(EMBEDDING, None)) is not None:
         check_copy(folder, WHAT, EMBEDDING, copy, target.embed_tokens.weight[:vocab, :hidden])
-    for name in UNUSED:
-        state.pop(name, None)
+    state.pop(UNUSED, None)
     _fill(folder, heads, state)
     if expansion is not None:
         heads = _expanded(folder, heads, target, expansion)

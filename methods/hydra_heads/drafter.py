@@ -68,8 +68,7 @@ class HydraHeads(StateHeads):
         if (prefix := self.heads.prefix) is None:
             super().begin(slot, sequence, prefill)
             return
-        # Of a target that is spread over several devices they may be on another one.
-        states = prefill.hidden_states[NORMED].to(self._states.device)
+        states = prefill.hidden_states[NORMED]
         self._states[slot] = prefix(states, **self._layer_cache.prompt(slot, states))[0, -1]
 
     def fill(self, batch: Batch, states: torch.Tensor, levels: Sequence[Level]) -> torch.Tensor:
@@ -101,7 +100,6 @@ class HydraHeads(StateHeads):
             return
 
         def feed(batch: Batch, count: torch.Tensor, states: torch.Tensor) -> list[torch.Tensor]:
-            states = states.to(self._states.device)  # as above
             seen = prefix(states, **self._layer_cache.arguments(batch, states))
             return [seen[torch.arange(batch.size, device=seen.device), count]]
 

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
 WHAT = "the weights of the adapter"
 FILES = (WEIGHTS, "pytorch_model.bin")
-# A buffer that older transformers stored and newer ones compute; the only key that may be there beyond the weights.
-IGNORED = "layers.0.self_attn.rotary_emb.inv_freq"
 
 
 class AdapterLayer(nn.Module):
@@ -107,7 +105,6 @@ def load_adapter(folder: str | Path, target: StagedModel, expansion: Expansion |
     config = LlamaConfig(**settings)
     check_rope(config)
     adapter = Adapter(config)
-    state.pop(IGNORED, None)
     fill(folder, WHAT, adapter, state)
     if expansion is not None:
         adapter = _expanded(adapter.float(), target, expansion)

@@ -89,7 +89,7 @@ class Brancher:
     Args:
         model: the draft model.
         head: its head, trimmed or not.
-        exit_head: the target's norm and head, [n, d] -> [n, vocab]; None when nothing is guessed from an exit.
+        exit_head: the target's norm and head, [n, d] -> logits [n, vocab]; None when nothing is guessed from an exit.
         plan: what is drafted ahead of the target's decision.
         streams: [s, d] embeddings of stream states; None for none.
     """
@@ -113,7 +113,12 @@ class Brancher:
     ):
         self.model, self.head, self.exit_head, self.plan = model, head, exit_head, plan
         self.device = model.device
-        self.streams = torch.empty(0, model.hidden_size, device=self.device) if streams is None else streams
+        # The model's own forward, in which they were trained, scales what it embeds, and them with it.
+        self.streams = (
+            torch.empty(0, model.hidden_size, device=self.device)
+            if streams is None
+            else streams * model.embedding_scale
+        )
         # Numbers to draw with: for the longest draft, the token after it, guesses, and one to spare.
         self._width = plan.depth + 2 + self.streams.shape[0]
         self._cache = model.new_cache(0)  # until it is known how long the sequences are

@@ -20,6 +20,7 @@ from methods.mirror_sd.streams import load_streams
 from methods.mirror_sd.worker import Inline, Process, Thread
 from specbench.decoding.cpu.packed_linear import packed_linear
 from specbench.decoding.drafter import Drafter, Needs
+from specbench.decoding.model.anatomy import finished, logit_steps
 from specbench.decoding.model.cost import weight_bytes
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import answer_seed
@@ -31,7 +32,7 @@ from specbench.system.settings import Count, Natural, Positive, Probability
 
 if TYPE_CHECKING:
     import pandas as pd
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
     from specbench.decoding.slots import Slots
 
@@ -153,7 +154,7 @@ class MirrorSD(BranchingDrafter):
         # A worker drafts while the target verifies, on cores of its own.
         self.exclusive = placement != "inline"
         self.extra_cores = {"process": draft_cores, "thread": 1, "inline": 0}[placement]
-        args = (*self._parts, plan, exit_parts)
+        args = (*self._parts, plan, exit_parts, target.config)
         if placement == "process":
             if (target.device.type, self.model.device.type) != ("cpu", "cpu"):
                 raise UserError("method.placement=process is for models on the CPU: use thread")
@@ -292,7 +293,11 @@ def _exit_parts(target: StagedModel, model: StagedModel) -> tuple[Any, ...]:
     head, device = target.lm_head, model.device
     weight = head.weight[: model.vocab_size].to(device)
     bias = [] if head.bias is None else [head.bias[: model.vocab_size].to(device)]
-    return copy.deepcopy(target.norm).to(device), weight, *bias
+    norm = copy.deepcopy(target.norm)
+    norm.__dict__.pop(
+        "forward", None
+    )  # accelerate's, of a target on several devices: it moves states to the old one
+    return norm.to(device), weight, *bias
 
 
 def make_brancher(
@@ -303,6 +308,7 @@ def make_brancher(
     streams: torch.Tensor | None,
     plan: Plan,
     exit_parts: tuple[Any, ...] | None = None,
+    exit_config: PretrainedConfig | None = None,
 ) -> Brancher:
     """Makes the draft's side; called in the process or thread where it works.
 
@@ -314,15 +320,18 @@ def make_brancher(
         streams: [s, d] embeddings of stream states; None for none.
         plan: what is drafted ahead of the target's decision.
         exit_parts: as `_exit_parts` gives them; None when nothing is guessed from an exit.
+        exit_config: of the target, which says how its logits are scaled; needed with `exit_parts`.
     """
     model = StagedModel(draft, vocab_size, target_vocab)
     exit_head = None
     if exit_parts is not None:
+        assert exit_config is not None
         norm, weight, *bias = exit_parts
         head = packed_linear(weight, bias[0] if bias else None)
+        steps = logit_steps(exit_config)
 
         def exit_head(states: torch.Tensor) -> torch.Tensor:
-            return head(norm(states))
+            return finished(head(norm(states)), steps)
 
     with torch.inference_mode():  # what the first pass lays out and compiles is no part of an answer
         first = torch.zeros(1, 1, dtype=torch.long, device=model.device)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from methods.common.checkpoints import fetched
 from specbench.system.errors import UserError
 from specbench.system.paths import packaged
 
@@ -31,7 +32,7 @@ def load_streams(
     """The embeddings of the streams of a draft model.
 
     Args:
-        folder: of the draft model, as a configuration names it.
+        folder: of the draft model, as a configuration names it, or a hub id.
         model: the draft model.
         expansion: how it was expanded; None if it was not.
 
@@ -41,7 +42,7 @@ def load_streams(
     Raises:
         UserError: they are not there, or another model's.
     """
-    path = packaged(folder) / FILE
+    path = fetched(packaged(folder), [FILE]) / FILE
     if not path.is_file():
         raise UserError(
             f"there is no {FILE} in '{folder}': train it with `specbench train mirror_sd pair=...`"

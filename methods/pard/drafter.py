@@ -51,10 +51,8 @@ class ParallelDraft(SpeculativeSampling):
 
     def commit(self, batch: Batch, verified: Verified) -> None:
         """Notes that the draft model has seen what was known when it drafted: of the draft it saw masks alone."""
-        if self._drafted:
-            for slot, length in enumerate(batch.lengths):
-                self._fed[slot] = length
-        self._drafted = 0
+        self._drafted = min(self._drafted, 1)
+        super().commit(batch, verified)
 
     def _steps(self, batch: Batch, n: int, k: int) -> Draft:
         """Drafts k tokens in one pass over the n newest tokens and k - 1 masks."""

@@ -184,8 +184,11 @@ class Swift(Drafter):
         """The last matchness, and how many sets were scored for it."""
         from specbench.measure.metrics.dataframes import stat  # late: pandas takes a second to import
 
-        series = {name: stat(rounds, name).dropna() for name in ("matchness", "sets_scored")}
-        return {name: None if values.empty else float(values.iloc[-1]) for name, values in series.items()}
+        # The last is the one after the most sets: rounds are in the order of their questions, not of their time.
+        searched = stat(rounds, "sets_scored").dropna().sort_values(kind="stable")
+        matchness = stat(rounds, "matchness")
+        last = {"matchness": matchness.get, "sets_scored": searched.get}
+        return {name: None if searched.empty else float(of(searched.index[-1])) for name, of in last.items()}
 
     @staticmethod
     def describe(stats: dict[str, Any]) -> list[str]:

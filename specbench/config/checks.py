@@ -233,6 +233,8 @@ def check_method(cfg: DictConfig) -> RunSpec:
         )
 
     inner, takes = innermost(group, what, takes)  # first: its class says what it needs
+    if spec.engine is not None:
+        located(spec.engine, "engine", object)  # likewise: whether it brings weights of its own
     needs = spec.needs
     check_pair_keys(cfg.pair, needs.part)
     check_memory(what, group, inner, takes)

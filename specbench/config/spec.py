@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pkgutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from specbench.system import settings as values
@@ -71,8 +71,18 @@ class RunSpec:
 
     @property
     def needs(self) -> Needs:
-        """What the drafter requires, together with one that it wraps."""
-        return needs_of(self.drafter)
+        """What the drafter requires, together with one that it wraps; no weights where an engine has them."""
+        needs = needs_of(self.drafter)
+        return replace(needs, draft_model=False, part=None) if self.drafts_elsewhere else needs
+
+    @property
+    def drafts_elsewhere(self) -> bool:
+        """Whether another engine drafts with weights of its own, and not with the pair's."""
+        if self.engine is None:
+            return False
+        named = self.engine.get("draft") or self._in_its_words.get("model")
+        is_other = named is not None and named not in self.drafter.values()
+        return is_other or pkgutil.resolve_name(self.engine["_target_"]).module is None
 
     @property
     def drafting(self) -> dict[str, Any]:
@@ -101,7 +111,7 @@ class RunSpec:
         """How another engine is told to draft."""
         if self.engine is None:
             return {}
-        return (self.engine["speculative"] or {}).get(self.drafter["name"], {})
+        return (self.engine["speculative"] or {}).get(self.drafter["name"]) or {}
 
     @property
     def learns(self) -> bool:

@@ -59,13 +59,12 @@ def program(name: str, install: Mapping, python: str | None, module: str) -> tup
     Raises:
         UserError: The engine is not installed, or the interpreter does not have it.
     """
-    if python is None:
-        return interpreter(name, install), install["requirements"][-1]
+    path = interpreter(name, install) if python is None else Path(python)
     try:
-        done = subprocess.run([python, "-c", VERSION, module], capture_output=True, text=True, check=True)
+        done = subprocess.run([path, "-c", VERSION, module], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
-        raise UserError(f"engine.python={python} is no interpreter that has {module}") from error
-    return Path(python), done.stdout.strip()
+        raise UserError(f"engine {name}: {path} is no interpreter that has {module}") from error
+    return path, done.stdout.strip()
 
 
 def make_environment(name: str, install: Mapping) -> Path:

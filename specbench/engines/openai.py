@@ -45,6 +45,8 @@ class OpenAI(ServedEngine):
         batch_size: requests that a server is given at once.
     """
 
+    same_weights = False  # in which type they hold them, and on which device, they do not tell
+
     def __init__(
         self,
         pair: Pair,

@@ -195,7 +195,10 @@ class ServedEngine:
         A server that fails is started again, once for each answer.
         """
         server = self.servers[name]
-        starts = server.starts
+        with (
+            self._restarting
+        ):  # while it starts, its number of starts is not yet that of a server that answers
+            starts = server.starts
         try:
             return self._timed(name, request, several)
         except EngineError as error:

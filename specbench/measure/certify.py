@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import zip_longest
 from typing import TYPE_CHECKING
@@ -222,7 +222,9 @@ class Certifier:
         """Between our passes and those of another engine."""
         served = self.setup.served
         assert served is not None
-        requests = self.protocol.warm_up_requests(NOISE_TOKENS)
+        drawn = self.protocol.warm_up_requests(NOISE_TOKENS)
+        # The likeliest tokens: where a server tells no probabilities, what was drawn would pass for rounding.
+        requests = [replace(one, decoding=replace(one.decoding, temperature=0.0)) for one in drawn]
         answers = [(request.prompt, *served.tops(request)) for request in requests]
         return engine_noise(self.setup.target, answers)
 

@@ -55,8 +55,9 @@ class Protocol:
 
     def longest_prompt(self, questions: Iterable[Question]) -> int:
         """Tokens of the longest prompt that any turn may have, if answers are as long as they can be; 0 without any."""
+        # Of a word each: some templates refuse an assistant that says nothing.
         last = (
-            len(self.prompt(one, [""] * (len(one.turns) - 1)))
+            len(self.prompt(one, ["x"] * (len(one.turns) - 1)))
             + (len(one.turns) - 1) * self.decoding.max_new_tokens
             for one in questions
         )

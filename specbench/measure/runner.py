@@ -221,7 +221,10 @@ class Job:
                     if questions[0].question_id in done:
                         continue
                     begun = time.perf_counter()
-                    records = attempt(bench, questions, pool, repeat)
+                    try:
+                        records = attempt(bench, questions, pool, repeat)
+                    finally:  # also where a fault ends the job: who goes on with it is told
+                        self._keep(run_facts, bench)
                     spent = (time.perf_counter() - begun) / len(questions)
                     if pool == len(planned) - 1 or probes.is_due():
                         probes.take()
@@ -229,9 +232,6 @@ class Job:
                     shared = {"process": process, "wall_seconds": spent}
                     self.journal.append(*(record | shared for record in records))
                     bar.update(len(questions))
-                    if any(run_facts[key] != value for key, value in changing_facts(bench).items()):
-                        run_facts |= changing_facts(bench)
-                        write_json(self.run_dir / store.FACTS, run_facts)
                 repeat = self.next_pass()
                 if repeat is not None:
                     bar.total = max(bar.total or 0, (repeat + 1) * len(self.questions))
@@ -278,6 +278,12 @@ class Job:
         }
         write_json(self.run_dir / store.FACTS, run_facts)
         return run_facts, probes
+
+    def _keep(self, run_facts: dict, bench: Bench) -> None:
+        """Writes the facts where some have changed."""
+        if any(run_facts[key] != value for key, value in changing_facts(bench).items()):
+            run_facts |= changing_facts(bench)
+            write_json(self.run_dir / store.FACTS, run_facts)
 
     def _bar(self, bench: Bench) -> tqdm:
         done = len(self.journal.records)
@@ -380,9 +386,10 @@ def models(setup: Setup, pair: DictConfig, weights: Mapping) -> dict[str, str | 
         for name in ("target", "draft")
         if (one := weights.get(f"engine.{name}"))
     }
-    is_ours = setup.served is None or setup.served.is_ours
-    draft = setup.spec.needs.draft_of(pair) if is_ours else None
-    return {"engine_target": files.get("target"), "draft": files.get("draft", draft)}
+    return {
+        "engine_target": files.get("target"),
+        "draft": files.get("draft", setup.spec.needs.draft_of(pair)),
+    }
 
 
 def kernels(target: StagedModel) -> str | None:

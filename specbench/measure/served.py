@@ -56,6 +56,7 @@ def prepare_served(cfg: DictConfig, spec: RunSpec) -> Bench:
     if spec.batch_size > 1:
         arms[SINGLE] = served.single
     setup = Setup(pair, pair.staged, Drafter(), arms, spec, served=served, engines=[loop])
-    training = provenance.trained(pair_cfg, spec.drafter, needs.draft_model)
+    of_pair = not spec.drafts_elsewhere
+    training = provenance.trained(pair_cfg, spec.drafter, needs.draft_model) if of_pair else {}
     conductor = Conductor(setup, None, cfg.remeasure)
     return Bench(setup, protocol, conductor, Certifier(setup, protocol), training, {})

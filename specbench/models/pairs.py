@@ -240,6 +240,11 @@ def load_pair(
         check_covered(tokenizer, draft_config, cfg.draft)
 
     loaded = target.model(dtype, device, seed, cfg.device_map) if weights else None
+    if loaded is not None and cfg.device_map is not None:
+        device = (
+            loaded.device
+        )  # where it begins, which the map chooses: the draft model and the tokens go there
+        prepare_device(device)
     target_model = target.without_weights() if loaded is None else loaded
     draft_model = draft.model(dtype, device, seed + 1, layers=cfg.draft_layers) if draft else None
     if draft_model is not None and loaded is not None and shares_embeddings(draft_model):
@@ -274,7 +279,7 @@ def with_part(pair_cfg: DictConfig, folder: str | None) -> DictConfig:
     """A pair's configuration with a trained part as draft model: whole, and of as many layers as it has."""
     from omegaconf import OmegaConf
 
-    part_settings: dict[str, Any] = {"draft": folder, "draft_layers": None}
+    part_settings: dict[str, Any] = {"draft": folder, "draft_revision": None, "draft_layers": None}
     if pair_cfg.init == "expanded" and pair_cfg.draft_shape is not None:
         part_settings["draft_shape"] = {"num_hidden_layers": None}
     merged: Any = OmegaConf.merge(pair_cfg, part_settings)

@@ -50,11 +50,13 @@ def report(runs: list[Run], left_out: list[SkippedRun], out: Path, first: list[T
     published = published_tables(dict.fromkeys(run.summary["method"] for run in runs))
     decided = decision.decisions(runs)
     every = [*map(decision.decision_table, decided), *side_by_side, *published]
-    (out / "tables.md").write_text("\n".join(map(formats.markdown, every)), encoding="utf-8")
-    (out / "tables.tex").write_text("\n".join(map(formats.latex, every)), encoding="utf-8")
+    notes = [*remarks.notes(runs), *differing_training(run.summary for run in runs)]
+    said = [*compare.faulty(runs), *notes]
+    for file, mark, form in (("tables.md", ">", formats.markdown), ("tables.tex", "%", formats.latex)):
+        parts = [*(f"{mark} {line}\n" for line in said), *map(form, every)]
+        (out / file).write_text("\n".join(parts), encoding="utf-8")
     summary_frame(runs).to_csv(out / "runs.csv", index=False)
     images = plots.save(drawn, out / "plots")
-    notes = [*remarks.notes(runs), *differing_training(run.summary for run in runs)]
     html = page.page(runs, left_out, decided, side_by_side, images, notes, published)
     (out / "index.html").write_text(html, encoding="utf-8")
     return out / "index.html"

@@ -26,7 +26,7 @@ ONE_PROCESS = "intervals over questions: they leave out how far processes of a r
 
 def print_comparison(runs: list[Run], metric: str = SPEEDUP) -> None:
     """Prints what hinders the comparison, the runs' own numbers, and the paired ratios to the first run in a metric."""
-    hindrances = [*not_comparable(runs), *differing_questions(runs), *without_difference(runs), *faulty(runs)]
+    hindrances = [*faulty(runs), *not_comparable(runs), *differing_questions(runs), *without_difference(runs)]
     apart = differing_turns(runs) + differing_training(run.summary for run in runs)
     tables.print_notes(hindrances + apart + remarks.machine_warnings(runs))
     out = cells.console()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from specbench.config.spec import OWN, POOL
+from specbench.config.spec import POOL
 from specbench.measure.metrics.statistics import CONFIDENCE, LEAST_POOLS, LEAST_QUESTIONS, verdict
 from specbench.report import remarks
 from specbench.report.cells import (
@@ -27,7 +27,15 @@ from specbench.report.cells import (
     number_text,
     speedup_text,
 )
-from specbench.report.labels import DIFFERING, as_text, chosen_settings, method_label, named, varied_settings
+from specbench.report.labels import (
+    DIFFERING,
+    as_text,
+    chosen_settings,
+    method_label,
+    named,
+    of_engine,
+    varied_settings,
+)
 from specbench.report.phases import slow_machine
 from specbench.report.training_data import tokens_seen
 from specbench.system.settings import TOKEN
@@ -338,8 +346,7 @@ def setting_key(summary: dict, batches: bool = True) -> tuple[str, ...]:
         words.append(f"{threads} threads" if threads != 1 else "1 thread")
     if summary["baseline"]["quoted_against"] != ENGINE:
         words.append("against generate")
-    if (engine := (summary.get("engine") or {}).get("name", OWN)) != OWN:
-        words += [engine, *as_text(summary["engine"]["plain"])]
+    words += filter(None, of_engine(summary).values())
     return ", ".join(words), *(str(summary.get(key)) for key in UNSAID)
 
 
@@ -351,7 +358,10 @@ def batch_size(summary: dict) -> int:
 def draft_length(summary: dict) -> int | None:
     """The most tokens of a path of a draft, in whatever words; None where there is no such setting."""
     settings = summary["settings"]
-    return next((settings[key] for key in LENGTHS if key in settings), None)
+    if (key := next((key for key in LENGTHS if key in settings), None)) is None:
+        return None
+    # Null: the longest that the drafter can, which another engine does not tell.
+    return summary.get("longest_path") or None if settings[key] is None else settings[key]
 
 
 def tree_size(summary: dict) -> tuple[int | None, int | None] | None:

@@ -41,6 +41,7 @@ DIFFERING = {
     "anatomy": "{}",
     "verify_width": "width {}",
     "compiled": "compiled={}",
+    "kernels": "torch's kernels ({})",  # without a reason they are our own
     "quoted_against": "against {}",
     "engine_plain": "{}",
     "experiment": "{}",
@@ -48,6 +49,7 @@ DIFFERING = {
 # What comes with others of these: a difference only between runs that agree in them.
 COMES_WITH = {
     "compiled": ("pair",),
+    "kernels": ("pair", "dtype", "device"),
     "questions_sha256": ("data", "split"),
     "pool": ("unit",),
     "engine_plain": ("engine_name",),
@@ -101,10 +103,11 @@ def varied_settings(summaries: Iterable[Mapping]) -> list[dict]:
     varied: dict[str, set] = {}
     for summary, settings, pair in zip(summaries, every, pair_names(summaries)):
         method = method_label(summary)
-        base = first.setdefault((method, pair), settings)
-        differing = {k for k in base.keys() | settings.keys() if base.get(k) != settings.get(k)}
-        if not {DRAFT} <= base.keys() & settings.keys():
-            differing.discard(DRAFT)  # which older runs do not tell
+        base = first.setdefault((method, pair), dict(settings))
+        told = {DRAFT} & settings.keys()  # older runs do not tell it
+        base |= {key: settings[key] for key in told - base.keys()}
+        differing = {k for k in base.keys() | settings.keys() if base.get(k) != settings.get(k)} - {DRAFT}
+        differing |= {key for key in told if base[key] != settings[key]}
         if VOCAB_SIZE in differing:
             differing.discard(VOCAB_MAP)
         varied.setdefault(method, set()).update(differing)
@@ -177,7 +180,7 @@ def _differing(summaries: list[Mapping], without: Collection[str]) -> list[list[
     What comes with others is a difference only between runs that agree in those: see `COMES_WITH`.
     """
     summaries = [
-        dict(summary) | {"pair": pair, "quoted_against": _quoted(summary)} | _of_engine(summary)
+        dict(summary) | {"pair": pair, "quoted_against": _quoted(summary)} | of_engine(summary)
         for summary, pair in zip(summaries, pair_names(summaries))
     ]
     several = [key for key in DIFFERING if key not in without and _differs(key, summaries)]
@@ -205,7 +208,7 @@ def _quoted(summary: Mapping) -> str | None:
     return None if summary.get("engine") else QUOTED[summary["baseline"]["quoted_against"]]
 
 
-def _of_engine(summary: Mapping) -> dict[str, str | None]:
+def of_engine(summary: Mapping) -> dict[str, str | None]:
     """The name of another engine, its version and how its plain arm was told to decode; None of our own."""
     engine = summary.get("engine")
     if not engine:

@@ -337,14 +337,15 @@ def notes(runs: list[Run]) -> list[str]:
 def cautions(runs: Iterable[Run]) -> list[str]:
     """What a reader of several runs would else see only in the tables of each."""
     runs = list(runs)
-    slower = [run.name for run in runs if run.summary["baseline"]["quoted_against"] == "hf_generate"]
+    ours = [run for run in runs if run.summary["engine"] is None]  # other engines are their own baseline
+    slower = [run.name for run in ours if run.summary["baseline"]["quoted_against"] == "hf_generate"]
     lines = []
     for weights, remark in (("random", RANDOM), ("expanded", f"expanded weights: {EXPANDED}")):
         if names := [run.name for run in runs if run.summary["weights"] == weights]:
             lines.append(f"{remark}: {named(names)}")
     lines += memories(runs)
     lines += machine_warnings(runs)
-    if 0 < len(slower) < len(runs):
+    if 0 < len(slower) < len(ours):
         lines.append(
             f"speedups against {QUOTED['hf_generate']}, which was faster, not "
             f"{QUOTED['engine']} as in the others: {named(slower)}"

@@ -31,7 +31,8 @@ from specbench.measure.metrics.timing import ARMS
 from specbench.report.cells import NUMBER, PlainTable, console, number_text
 from specbench.report.decision import beside_length, draft_length, in_words, setting_key
 from specbench.report.labels import as_text
-from specbench.report.tables import runs_of_command
+from specbench.report.remarks import notes
+from specbench.report.tables import print_notes, runs_of_command
 from specbench.system.errors import UserError, file_errors, one_line_errors
 from specbench.system.settings import ADAPTIVE, CONSTANT, GOODPUT
 
@@ -304,6 +305,7 @@ def main() -> int:
             "a replay needs a greedy run of chains, one question at a time: "
             "specbench sweep method=sps method.max_draft_tokens=2,8"
         )
+    print_notes(notes(runs))
     for name, recorded in alike.items():
         table, settings = replay_table(recorded, f"what other draft lengths would have given: {name}")
         console().print(table)

@@ -325,13 +325,12 @@ def differences(first: Run, run: Run) -> list[str]:
 
 def _means(summary: Mapping) -> dict[str, object]:
     means: dict[str, object] = {"engine.version": (summary.get("engine") or {}).get("version")}
-    if "kernels" in summary:
+    if summary.get("compiled") is not None:  # older runs tell neither
         ours = "our own, on AMX" if summary.get("tiles") else "our own"
-        means["kernels"] = f"torch's ({reason})" if (reason := summary["kernels"]) else ours
+        means["kernels"] = f"torch's ({reason})" if (reason := summary.get("kernels")) else ours
+        means["compiled"] = summary["compiled"]
     if str(summary.get("device")).startswith("cuda"):  # one of several in a machine
         means["machine.processor"] = summary.get("processor")
-    if "compiled" in summary:
-        means["compiled"] = summary["compiled"]
     if summary.get("temperature") or summary.get("weights") == "random":
         means["seed"] = summary.get("seed")
     return means

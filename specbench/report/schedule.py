@@ -18,8 +18,8 @@ from specbench.measure.metrics.statistics import verdict
 from specbench.report import decision
 from specbench.report.cells import NUMBER, PlainTable, console, speedup_text
 from specbench.report.labels import DRAFT, as_text, method_label
-from specbench.report.remarks import ONE_POOL, faults, is_one_pool
-from specbench.report.tables import runs_of_command
+from specbench.report.remarks import ONE_POOL, faults, is_one_pool, notes
+from specbench.report.tables import print_notes, runs_of_command
 from specbench.system.errors import UserError, file_errors, one_line_errors
 from specbench.system.settings import CONSTANT
 
@@ -137,10 +137,11 @@ def _length(run: Run) -> int:
 
 
 def _fastest(runs: list[Run]) -> Run | None:
-    """The fastest run whose whole interval lies above 1, and that nothing is wrong with."""
+    """The fastest run whose whole interval lies above 1, and that nothing is wrong with; of one length, the last."""
+    last = {_length(run): run for run in runs}
     gains = [
         run
-        for run in runs
+        for run in last.values()
         if not faults(run.summary)
         and verdict(run.summary["overall"]["speedup_low"], run.summary["overall"]["speedup_high"]) == "faster"
     ]
@@ -174,6 +175,7 @@ def main() -> int:
             "a schedule needs runs of one drafter at several batch sizes or draft lengths: "
             "specbench sweep method=ragged drafter=sps batch_size=1,4,16 drafter.max_draft_tokens=2,4"
         )
+    print_notes(notes(runs))
     for schedule in all_schedules:
         console().print(schedule_table(schedule))
         for engine, form in (

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from specbench.config.spec import POOL, QUESTION
+from specbench.config.tuned import CHANGED
 from specbench.data.question_files import TASKS
 from specbench.report import remarks
 from specbench.report.cells import (
@@ -22,7 +23,7 @@ from specbench.report.cells import (
     share_text,
     speedup_text,
 )
-from specbench.report.labels import beside_engines, grids, labels, pair_names, task_names
+from specbench.report.labels import as_text, beside_engines, grids, labels, pair_names, task_names
 from specbench.report.phases import FEW
 from specbench.report.runs import Run, SkippedRun, finished_runs
 
@@ -149,6 +150,12 @@ def pairs_table(summaries: Iterable[dict]) -> Table | None:
     summaries = list(summaries)
     cells: dict[str, dict[str, dict]] = {}
     names = labels(summaries, without=("pair", "limit"))
+    changes = [_changes(summary) for summary in summaries]
+    of_name: dict[str, set[str]] = {}
+    for name, changed in zip(names, changes):
+        of_name.setdefault(name, set()).add(changed)
+    # Settings that differ from pair to pair are in no label.
+    names = [f"{n}, {words}" if words and len(of_name[n]) > 1 else n for n, words in zip(names, changes)]
     for label, pair, summary in zip(names, pair_names(summaries), summaries):
         cells.setdefault(label, {})[pair] = summary["overall"]
     cells = {label: by_pair for label, by_pair in cells.items() if len(by_pair) > 1}
@@ -164,6 +171,13 @@ def pairs_table(summaries: Iterable[dict]) -> Table | None:
         shown = [speedup_text(by_pair[pair]) if pair in by_pair else Text(UNKNOWN) for pair in pairs]
         table.add_row(label, *shown, number_text(mean, 3))
     return table
+
+
+def _changes(summary: dict) -> str:
+    """The settings that a command line changed, as it has them; empty where it changed none."""
+    if summary.get("settings_source") != CHANGED:
+        return ""
+    return ", ".join(as_text({key: summary["settings"].get(key) for key in summary["settings_published"]}))
 
 
 def grid_tables(summaries: Iterable[dict]) -> list[Table]:

@@ -59,9 +59,11 @@ def use_threads(
         return Threads(requested_threads, "threads=", {})
     if "OMP_NUM_THREADS" in os.environ:
         return Threads(torch.get_num_threads(), "OMP_NUM_THREADS", {})
+    most = usable_cores()
     if work is None:
-        return Threads(torch.get_num_threads(), "torch", {})
-    numbers = counts(usable_cores())
+        torch.set_num_threads(most)
+        return Threads(most, "torch", {})
+    numbers = counts(most)
     if len(numbers) > 1:
         listed = ", ".join(map(str, numbers))
         print(f"choosing torch's threads: measuring {listed}", file=sys.stderr, flush=True)

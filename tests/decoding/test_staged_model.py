@@ -192,7 +192,7 @@ def test_a_model_without_a_head_is_refused_in_one_line(monkeypatch):
         ("gemma2", {"kinds": [(None, None)] * 4}),
         ("gemma3", {"kinds": [(None, "full_attention"), (8, "sliding_attention")] * 2}),
         ("cohere", {"_logit_steps": []}),
-        ("granite", {"_embedding_scale": 1.0}),
+        ("granite", {"embedding_scale": 1.0}),
         ("granite", {"_logit_steps": []}),
     ],
 )

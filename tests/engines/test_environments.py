@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from specbench.commands import engine as command
+from specbench.engines import environments
 from specbench.engines.environments import (
     COMPLETE,
     _requirements_of,
@@ -73,8 +74,15 @@ def test_a_users_interpreter_tells_the_version_that_it_has():
     python, version = program("own", install, sys.executable, "pytest")
     assert python == Path(sys.executable) and version == f"pytest=={pytest.__version__}"
     for other, module in ((sys.executable, "no_such_module"), ("/no/such/python", "pytest")):
-        with pytest.raises(UserError, match=f"engine.python={other} is no interpreter that has {module}"):
+        with pytest.raises(UserError, match=f"engine own: {other} is no interpreter that has {module}"):
             program("own", install, other, module)
+
+
+def test_the_version_is_that_of_what_was_installed(monkeypatch):
+    """A requirement may name none."""
+    monkeypatch.setattr(environments, "interpreter", lambda name, install: Path(sys.executable))
+    python, version = program("own", {"requirements": ["pytest"]}, None, "pytest")
+    assert python == Path(sys.executable) and version == f"pytest=={pytest.__version__}"
 
 
 def test_what_pip_cannot_install_is_one_line_and_no_environment(tmp_path):

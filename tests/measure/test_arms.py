@@ -201,6 +201,21 @@ def protocol_of(seed: int = 0) -> Protocol:
     return Protocol(pair, SamplingParams(4, 1.0), "paired", seed)
 
 
+def test_the_longest_prompt_is_that_of_the_last_turn_after_answers_of_a_word():
+    """A template may refuse an assistant that says nothing."""
+
+    def prompt_ids(messages: list[dict]) -> list[int]:
+        assert all(one["content"] for one in messages)
+        return [1] * len(messages)
+
+    pair = SimpleNamespace(prompt_ids=prompt_ids, context_length=64)
+    protocol = Protocol(pair, SamplingParams(4, 1.0), "paired", 0)
+    questions = [
+        Question(i, "qa", turns, None, "qa") for i, turns in enumerate([("Why?",), ("Why?", "How?")])
+    ]
+    assert protocol.longest_prompt(questions) == 3 + 4 and protocol.longest_prompt([]) == 0
+
+
 def test_every_arm_goes_first_over_questions_turns_and_repeats():
     protocol, names = protocol_of(), ["baseline", "method", "hf_generate"]
     for varied in ("pool", "turn", "repeat"):

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
 
@@ -237,3 +238,14 @@ def test_the_noise_is_that_of_the_shapes_in_use(monkeypatch, nodes, unit):
     certifier.__dict__["_samples"] = []
     assert certifier._noise_of_shapes == (0.3 if unit == "pool" else 0.1)
     assert asked == [(nodes > 0, 10), *([4] if unit == "pool" else [])]
+
+
+def test_the_noise_of_an_engine_is_that_of_its_likeliest_tokens(monkeypatch):
+    """What it has drawn is no rounding."""
+    asked = []
+    served = SimpleNamespace(tops=lambda request: asked.append(request.decoding) or ([1], []))
+    drawn = SamplingParams(8, 1.0)
+    protocol = SimpleNamespace(warm_up_requests=lambda count: [Request([1, 2], drawn)])
+    monkeypatch.setattr(certify_module, "engine_noise", lambda target, answers: 0.1)
+    certifier = Certifier(SimpleNamespace(served=served, target=None), protocol)
+    assert certifier._noise_of_served == 0.1 and asked == [replace(drawn, temperature=0.0)]

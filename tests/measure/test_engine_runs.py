@@ -23,6 +23,7 @@ from specbench.measure.numeric_noise import ENGINE_NOISE, engine_noise, forced_l
 from specbench.models.pairs import load_pair
 from specbench.report.runs import read_run
 from specbench.system.errors import UserError
+from specbench.system.files import read_json
 from tests.support.commands import measure_here, run_main, small_pair_and_questions
 from tests.support.conf import composed
 from tests.support.decoding import random_pair
@@ -137,6 +138,8 @@ def test_a_server_at_a_url_that_fails_ends_the_run_and_the_same_command_goes_on(
     assert code != 0 and says(err, "the plain server failed ... ended before the answer did")
     done = (folder / "records.jsonl").read_text().count("\n")
     assert 0 < done < 3
+    [fault] = read_json(folder / "facts.json")["engine"]["faults"]  # whoever goes on is told
+    assert fault.startswith("plain: ") and "ended before the answer did" in fault
 
 
 @pytest.mark.slow
@@ -228,6 +231,29 @@ def test_a_method_that_the_engine_is_told_to_draft_as_is_taken():
     words = ["method=suffix", "engine=llama_cpp", "+engine.speculative.suffix={types: [ngram_mod]}"]
     spec = checks.check(composed("bench", "pair=tiny", *words))
     assert spec.settings == {"types": ["ngram_mod"]} and not spec.learns and spec.owners == []
+
+
+@pytest.mark.parametrize(
+    ("words", "drafts_elsewhere"),
+    [
+        (["method=eagle3", "engine=openai", "pair.parts.eagle3=null"], True),
+        (["method=sps", "engine=openai", "pair.draft=null"], True),
+        (["method=sps", "engine=llama_cpp", "pair.draft=null", "engine.draft=/m/draft.gguf"], True),
+        (["method=sps", "engine=vllm", "pair.draft=null", "+engine.speculative.sps.model=/m/draft"], True),
+        (["method=sps", "engine=llama_cpp"], False),
+        (["method=eagle3", "engine=vllm"], False),
+    ],
+)
+def test_an_engine_with_weights_of_its_own_needs_none_of_the_pair(words, drafts_elsewhere):
+    spec = checks.check(composed("bench", "pair=tiny", *words))
+    assert spec.drafts_elsewhere == drafts_elsewhere
+    assert drafts_elsewhere != (spec.needs.draft_model or spec.needs.part is not None)
+
+
+def test_an_engine_that_cannot_be_imported_is_one_line():
+    words = ["method=sps", "engine=llama_cpp", "engine._target_=no.such.Engine"]
+    with pytest.raises(UserError, match="engine._target_=no.such.Engine cannot be imported"):
+        checks.check(composed("bench", "pair=tiny", *words))
 
 
 def test_settings_of_a_method_are_those_of_the_engine_in_its_words():

@@ -258,6 +258,15 @@ def test_baselines_are_compared_on_the_questions_that_both_answered():
     assert found["quoted_against"] == "engine"
 
 
+def test_drawn_answers_of_failed_questions_are_judged():
+    """One that is wrong is so whether or not a later turn failed."""
+    drawn = {"tokens": 10, "logprob": -5.0, "surprise": -8.0, "variance": 4.0}
+    failed = answered(9, "rag", error="out of memory")
+    failed["turns"][0]["likelihood"] = {"baseline": drawn, "method": drawn}
+    found = metrics.summary([answered(1), failed], FACTS, CONFIG)
+    assert found["failed"] == 1 and found["likelihood"]["method"]["logprob"] == -0.5
+
+
 def test_failed_questions_count_as_failed_and_nowhere_else():
     failed = record(9, "rag", error="out of memory")
     found = metrics.summary([answered(1), failed], FACTS, CONFIG)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from specbench import ROOT
+from specbench.data.training import RECORD
 from specbench.decoding.cpu.packed_linear import Panels
 from specbench.measure.machine import provenance
 from specbench.measure.machine.provenance import buffer_bytes  # as it is, whatever size all tests get
@@ -46,7 +47,7 @@ def test_what_is_collected(found, questions):
     assert found["weights"] == {"target": {"source": "none/such-model", "revision": "main", "commit": None}}
 
 
-def test_checksums_of_weights_on_disk(tmp_path):
+def test_checksums_of_weights_on_disk(tmp_path, monkeypatch):
     target, part = tmp_path / "target", tmp_path / "head.bin"
     target.mkdir()
     for name in ("model.safetensors", "config.json"):
@@ -59,6 +60,12 @@ def test_checksums_of_weights_on_disk(tmp_path):
     assert "draft" not in found
     chosen = provenance.weights(PAIR, {"name": "sps", "vocab_map": str(target), "max_draft_tokens": 5})
     assert chosen["method.vocab_map"]["files"].keys() == set(names) and "method.name" not in chosen
+    monkeypatch.chdir(tmp_path)  # where a folder is called like the method
+    (tmp_path / "sps").mkdir()
+    (tmp_path / "sps" / RECORD).write_text("{}")
+    chosen = {"name": "sps", "_target_": "sps", "drafter": {"name": "sps"}}
+    assert provenance.weights(PAIR, chosen).keys() == {"target"}
+    assert provenance.trained(PAIR, chosen, with_draft=False) == provenance.trained_weights(chosen) == {}
     wrapped = provenance.weights(PAIR, {"name": "samd", "drafter": {"weights": str(target)}})
     assert wrapped["method.drafter.weights"]["files"] == found["target"]["files"]
     of_engine = provenance.weights(PAIR, {}, {"name": "llama_cpp", "target": str(part), "draft": None})

@@ -326,6 +326,26 @@ def test_drafts_are_drawn_with_other_numbers_than_acceptance(monkeypatch):
     assert len(accepting) > 20 and len(drawing) > 20 and not accepting & drawing
 
 
+@pytest.mark.parametrize("arch", ["granite", "gemma2"])
+def test_guesses_are_made_from_the_targets_own_logits(arch):
+    """Which some families scale, or cap: without that one guess would seem to be certain."""
+    pair = random_pair(arch)
+    exit_head = mirror(pair, candidates="exit").worker.brancher.exit_head
+    states = 3 * torch.randn(2, pair.staged.hidden_size)
+    with torch.inference_mode():
+        torch.testing.assert_close(exit_head(states), pair.staged.head(states))
+
+
+def test_streams_are_scaled_as_what_is_embedded():
+    """In training they were added in front of the model's own forward, which scales its inputs."""
+    model = random_pair("granite").staged
+    assert model.embedding_scale != 1
+    head = DraftHead(model, model.vocab_size)
+    streams = torch.randn(STREAMS, model.hidden_size)
+    brancher = Brancher(model, head, None, Plan(3, 2), streams)
+    torch.testing.assert_close(brancher.streams, streams * model.embedding_scale)
+
+
 def test_an_exit_layer_that_the_target_does_not_have():
     with pytest.raises(UserError, match=r"\b0\b.*\b5 layers"):
         mirror(random_pair("llama"), exit_layer=6)

@@ -6,6 +6,7 @@ import pytest
 
 from methods.mirror_sd import MirrorSD
 from methods.s2d import SortedDraft
+from methods.swift import Swift
 from specbench.measure.metrics.dataframes import steps_frame
 from specbench.measure.records.migrate import STATS, migrated
 from tests.support.synthetic import columns, generation, record, turn
@@ -51,6 +52,17 @@ def test_exit_shares():
     ]
     assert SortedDraft.summarise(frame(rounds[2:])) == {"exit_shares": None}
     assert SortedDraft.describe({"exit_shares": {"2": 1.0}}) == SortedDraft.describe({}) == []
+
+
+def test_the_last_of_a_search_is_the_one_after_the_most_sets():
+    """Rounds are in the order of their questions, and a pool asks them in another one."""
+    scored = [(0.5, 3), (0.9, 8), None, (0.7, 5)]
+    rounds = [
+        {"accepted": 0} | ({} if one is None else {"stats": dict(zip(("matchness", "sets_scored"), one))})
+        for one in scored
+    ]
+    assert Swift.summarise(frame(rounds)) == {"matchness": 0.9, "sets_scored": 8.0}
+    assert Swift.summarise(frame(rounds[2:3])) == {"matchness": None, "sets_scored": None}
 
 
 def test_columns_of_older_journals_are_read():

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from accelerate.hooks import attach_execution_device_hook
 
 from methods.ragged import RaggedBatch
 from methods.swift import Swift
@@ -54,9 +55,12 @@ def by_hand(model, ids: torch.Tensor, attention: set[int], mlp: set[int]) -> tor
     return model.lm_head(base.norm(hidden))
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_a_model_without_parts_computes_what_its_own_modules_say(name):
+@pytest.mark.parametrize(("name", "hooked"), [("llama", False), ("qwen3", False), ("llama", True)])
+def test_a_model_without_parts_computes_what_its_own_modules_say(name, hooked):
+    """Also one with the hooks that accelerate gives to a target on several devices."""
     model = random_model(name, 0)
+    if hooked:
+        attach_execution_device_hook(model, "cpu")
     staged, ids = StagedModel(model), torch.tensor([PROMPT])
     sublayers = Sublayers(staged)
     for attention, mlp in (({1}, {2}), ({1, 2}, {1}), (set(), {0, 3}), (set(), set())):

@@ -142,6 +142,11 @@ def test_layers_of_a_pairs_own_draft_model_are_those_of_no_other(more, layers):
     assert composed("bench", "pair=smollm2-135m", "method=sps", *more).pair.draft_layers == layers
 
 
+def test_a_part_as_draft_model_is_of_no_revision_of_the_pairs_own():
+    cfg = composed("bench", "pair=tiny", "pair.draft_revision=abc").pair
+    assert cfg.draft_revision == "abc" and pairs.with_part(cfg, "another/model").draft_revision is None
+
+
 def test_a_trainer_takes_all_layers_of_another_draft_model():
     pair_cfg = composed("train_sps", "pair=smollm2-135m", "draft=other").pair
     assert pair_cfg.draft_layers == 2

@@ -165,8 +165,9 @@ def test_what_compared_runs_differ_in_stands_in_the_line(tmp_path):
     weak = run_of(tmp_path, "weak", theirs, older, records=journal(1.2)[:20])
     remark = found(claim, [ours, weak]).remark
     assert says(remark, "against weak; 20 questions; versions.torch 2.0 against 2.13 ... only the 20 in both")
-    kernels = run_of(tmp_path, "kernels", theirs | {"kernels": "no compiler"}, records=journal(1.2))
-    ours.summary["kernels"] = None
+    means = {"kernels": "no compiler", "compiled": False}
+    kernels = run_of(tmp_path, "kernels", theirs | means, records=journal(1.2))
+    ours.summary.update(means | {"kernels": None})
     assert "kernels torch's (no compiler) against our own" in found(claim, [ours, kernels]).remark
 
 

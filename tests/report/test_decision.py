@@ -333,3 +333,10 @@ def test_an_interval_of_one_pool_is_said_to_be_of_timing_noise():
     text = shown(decision_table(one(a=pool)), 160)
     assert is_alone and remarks.ONE_POOL in text
     assert remarks.ONE_POOL not in shown(decision_table(one(a=run("pld", 1.4, 1.3, 1.5))), 160)
+
+
+def test_versions_of_an_engine_have_decisions_of_their_own():
+    first = run("sps", 1.3, 1.2, 1.4, engine=ENGINE)
+    second = changed(first, engine__version="xllamacpp==2")
+    settings = [decision.setting for decision in decisions(runs_of(a=first, b=second))]
+    assert ["xllamacpp==1" in settings[0], "xllamacpp==2" in settings[1]] == [True, True]

@@ -80,6 +80,7 @@ def test_labels_name_what_runs_differ_in():
         ("processor", "H100", "kangaroo, H100"),
         ("dtype", "bfloat16", "kangaroo, bfloat16"),
         ("device", "cuda", "kangaroo, cuda"),
+        ("kernels", "no C++ compiler", "kangaroo, torch's kernels (no C++ compiler)"),
         ("protocol", "spec_bench", "kangaroo, protocol spec_bench"),
         ("weights", "random", "kangaroo, random weights"),
         ("experiment", "mirror_sd", "kangaroo, mirror_sd"),
@@ -132,5 +133,7 @@ def test_other_questions_of_one_name_are_told_apart():
 
 
 def test_older_runs_do_not_tell_their_draft_model():
-    runs = [SUMMARY | {"draft": "a"}, SUMMARY]
-    assert labels(runs) == ["kangaroo", "kangaroo"]
+    older, first, second = SUMMARY, SUMMARY | {"draft": "a"}, SUMMARY | {"draft": "b"}
+    for runs in ([older, first], [first, older]):
+        assert labels(runs) == ["kangaroo", "kangaroo"]
+    assert labels([older, first, second]) == ["kangaroo", "kangaroo, draft=a", "kangaroo, draft=b"]

@@ -79,6 +79,10 @@ def test_the_report_is_written_in_every_form(reported):
     for text in (page, markdown, latex):
         assert "speedups by task" in text and "77/0/3" in text and "exspec + sps" in text
     assert "VIOLATION: 3 of 80 answers" in page[: page.index('id="tables"')]
+    for text, mark in ((markdown, "> "), (latex, "% ")):  # they are pasted without the page
+        assert any(
+            line.startswith(mark) and "VIOLATION: 3 of 80 answers" in line for line in text.splitlines()
+        )
     decided = 2  # the question runs, and the batch
     count = decided + 3 + len(published_tables(["kangaroo", "pld", "exspec"]))
     assert latex.count(r"\toprule") == len(re.findall(r"^\*\*", markdown, re.MULTILINE)) == count

@@ -39,6 +39,27 @@ def test_each_batch_size_has_the_length_of_its_fastest_gain():
     assert "1.30 [1.25, 1.35]" in text and "no gain shown" in text and "2, 4" in text
 
 
+def test_of_runs_of_one_length_the_last_speaks_and_what_the_machine_did_is_said(monkeypatch, capsys):
+    """The luckiest of several is no better than the others."""
+    every = BATCHES | {"g": run(1, 4, 1.3)}
+    expanded = runs_of(**{name: one | {"weights": "expanded"} for name, one in every.items()})
+    (schedule,) = schedules(expanded)
+    assert schedule.lengths == {1: 2, 4: 2, 16: 0}
+    monkeypatch.setattr(module, "runs_of_command", lambda *_: expanded)
+    assert module.main() == 0
+    assert "expanded weights" in capsys.readouterr().out
+
+
+def test_a_length_of_null_is_the_longest_that_the_drafter_can():
+    """As of a block."""
+    blocks = {
+        f"b{size}": changed(run(size, 0, gain), settings={"drafter.max_draft_tokens": None}, longest_path=15)
+        for size, gain in ((1, 1.5), (4, 0.9))
+    }
+    (schedule,) = schedules(runs_of(**blocks))
+    assert schedule.lengths == {1: 15, 4: 0}
+
+
 def test_the_forms_of_the_engines():
     (schedule,) = schedules(runs_of(**BATCHES))
     assert schedule.vllm() == {

@@ -302,6 +302,24 @@ def test_no_mean_is_taken_over_runs_that_differ_in_more_than_the_pair():
     assert not any("2.00" in row for row in rows)
 
 
+def test_no_mean_is_taken_over_settings_that_were_changed_from_pair_to_pair():
+    def run(pair, length, **source):
+        settings = {"max_draft_tokens": length}
+        told = {"target": f"models/{pair}", "settings_published": {"max_draft_tokens": 5}}
+        told["settings_tuned_on"] = pair
+        return faster(1.5, pair=pair, method="sps", settings=settings, **told, **source)
+
+    changed_on_each = [
+        run("tiny", 3, settings_source="changed"),
+        run("tiny_shallow", 7, settings_source="changed"),
+    ]
+    assert tables.pairs_table(changed_on_each) is None
+    again = run("tiny_shallow", 3, settings_source="changed")
+    assert "sps, max_draft_tokens=3" in shown(tables.pairs_table([*changed_on_each, again]))
+    tuned = [run("tiny", 3, settings_source="tuned"), run("tiny_shallow", 7, settings_source="tuned")]
+    assert "max_draft_tokens" not in shown(tables.pairs_table(tuned))
+
+
 def test_the_overview_of_a_sweep(capsys):
     runs = runs_of(a=on("tiny", "s2d", 1.6), b=on("tiny_shallow", "s2d", 1.3))
     tables.print_overview(runs)

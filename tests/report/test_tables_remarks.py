@@ -51,6 +51,7 @@ def test_an_overview_tells_what_speedups_are_against():
     (told,) = remarks.cautions(runs_of(a=slower, b=SUMMARY))
     assert says(told, "transformers generate ... our loop ... : a")
     assert remarks.cautions(runs_of(a=slower, b=slower)) == []
+    assert remarks.cautions(runs_of(a=slower, b=SUMMARY | {"engine": ENGINE})) == [], "its own baseline"
 
 
 def test_of_many_notes_the_first_are_printed(capsys):

@@ -81,6 +81,9 @@ def test_no_more_threads_than_a_quota_has_cores(monkeypatch, quota, most):
     monkeypatch.setattr(threads, "cpu_quota", lambda: quota)
     torch.set_num_threads(8)
     assert threads.usable_cores() == most
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    found = use_threads(None, None)  # as for the servers of another engine
+    assert (found.threads, found.chosen_by, torch.get_num_threads()) == (most, "torch", most)
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,7 @@ class StagedModel:
         padding: entries after the last one of a sequence that `width` may write to.
         layer_bytes: of the weights of each layer, routed experts apart.
         experts: the routed ones of each layer, None where it has none.
+        embedding_scale: that embeddings are multiplied by.
 
     Raises:
         UserError: the model cannot be driven layer by layer.
@@ -97,7 +98,7 @@ class StagedModel:
             self._head_device = next(chain(self.lm_head.parameters(), self.lm_head.buffers())).device
             embeddings = self.embed_tokens.weight.shape[0]
             self._last_id = embeddings - 1 if (embedded_ids or 0) > embeddings else None
-            self._embedding_scale = getattr(self.config, anatomy.EMBEDDING_SCALE, None) or 1.0
+            self.embedding_scale = getattr(self.config, anatomy.EMBEDDING_SCALE, None) or 1.0
             self._logit_steps = anatomy.logit_steps(self.config)
             self._counting = torch.arange(0)
             self.experts = [experts_of(layer) for layer in base.layers]
@@ -159,7 +160,7 @@ class StagedModel:
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Token ids [b, n] -> hidden states [b, n, d]."""
         embedded = self.embed_tokens(ids if self._last_id is None else ids.clamp(max=self._last_id))
-        return embedded if self._embedding_scale == 1 else embedded * self._embedding_scale
+        return embedded if self.embedding_scale == 1 else embedded * self.embedding_scale
 
     def run_layers(
         self,
@@ -251,7 +252,7 @@ class StagedModel:
         hidden = self.embed(inputs) if inputs.dim() == 2 else inputs
         hidden = self.stack.run(hidden, cache, ctx, lo, hi, masks, taps, on_hidden)
         if not to_logits:
-            return hidden
+            return hidden.to(self.device)
         if hi in taps:
             on_hidden(hi, hidden.to(self.device))
         normed = self.norm(hidden)

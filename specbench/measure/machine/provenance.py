@@ -32,7 +32,7 @@ from specbench.system.errors import UserError
 from specbench.system.files import file_sha256, finite, read_json, write_json
 from specbench.system.paths import packaged
 from specbench.system.processes import free_memory
-from specbench.system.settings import parameters
+from specbench.system.settings import NO_PARAMETERS
 
 if TYPE_CHECKING:
     import torch
@@ -262,11 +262,11 @@ def weights(pair: Mapping, method: Mapping, engine: Mapping | None = None) -> di
     sources = {"target": pair["target"], "draft": pair["draft"]}
     sources |= {f"parts.{name}": path for name, path in pair["parts"].items()}
     folders = {
-        key: value
-        for key, value in _flat(dict(method))
-        if isinstance(value, str) and value not in sources.values() and packaged(value).exists()
+        f"method.{key}": path
+        for key, path in _paths(method)
+        if path not in sources.values() and packaged(path).exists()
     }
-    sources |= {f"method.{key}": path for key, path in folders.items()}
+    sources |= folders
     sources |= {f"engine.{name}": (engine or {}).get(name) for name in ("target", "draft")}
     packages = pair.get("packages", {})
     return without_secrets(
@@ -292,7 +292,7 @@ def trained(pair: Mapping, drafting: Mapping, with_draft: bool) -> dict[str, dic
     from specbench.data.training import DATASTORE, RECORD
 
     sources = {"draft": pair["draft"]} if with_draft else {}
-    sources |= {name: value for name, value in _flat(drafting) if isinstance(value, str) and value}
+    sources |= dict(_paths(drafting))
     records = (
         (name, packaged(source) / file) for name, source in sources.items() for file in (DATASTORE, RECORD)
     )
@@ -311,10 +311,10 @@ def trained_weights(drafting: Mapping) -> dict[str, dict]:
         (`original_lm_head` of config.json; None: it does not say).
     """
     by_setting = {}
-    for name, value in _flat(parameters(drafting)):
-        folder = packaged(value) if isinstance(value, str) and value else None
-        files = [] if folder is None else sorted(folder.glob("*.safetensors"))
-        if folder is None or not files:
+    for name, value in _paths(drafting):
+        folder = packaged(value)
+        files = sorted(folder.glob("*.safetensors"))
+        if not files:
             continue
         settings = folder / "config.json"
         form = read_json(settings) if settings.is_file() else {}
@@ -324,6 +324,13 @@ def trained_weights(drafting: Mapping) -> dict[str, dict]:
             "shared_head": form.get("original_lm_head"),
         }
     return by_setting
+
+
+def _paths(drafting: Mapping) -> Iterator[tuple[str, str]]:
+    """Dotted name and value of every setting of a drafter that may name a file or a folder; its own name is none."""
+    for key, value in _flat(dict(drafting)):
+        if isinstance(value, str) and value and key.rpartition(".")[2] not in NO_PARAMETERS:
+            yield key, value
 
 
 def _floats(file: Path) -> int:

@@ -71,7 +71,8 @@ def probe(device: torch.device) -> Figures:
     seconds = partial(provenance.seconds_of, device)
     with torch.inference_mode():
         buffer = torch.ones(_buffer_bytes(device.type) // 4, device=device)
-        parts = buffer.chunk(STRETCHES)
+        # On a GPU all of it each time: a part would stay in its cache.
+        parts = buffer.chunk(STRETCHES) if device.type == "cpu" else [buffer] * STRETCHES
         reading = min(seconds(part.sum, sums) for part in parts)
         matrix = torch.ones(size, size, device=device)
         multiplying = min(seconds(lambda: matrix @ matrix, 1) for _ in range(STRETCHES))

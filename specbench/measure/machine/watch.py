@@ -136,7 +136,7 @@ class Watch:
         if others > WORST_OTHERS * cores:
             reasons.append(f"other processes kept {others:.1f} of {cores} cores busy")
         elif self.disturbance(counted) > 1:
-            most = max(LOST, key=lambda name: counted.get(name, 0.0))
+            most = max(self._lost(), key=lambda name: counted.get(name, 0.0))
             share = min(1.0, counted[most] / seconds)  # others of its control group are throttled, too
             reasons.append(
                 {

@@ -107,7 +107,7 @@ def summary(records: list[dict], facts: dict, config: dict) -> dict:
         **{key: facts[key] for key in OF_FACTS},
         **{key: facts.get(key) for key in OF_NEWER_FACTS},
         "engine": engine_numbers(every, generations, facts),
-        "likelihood": likelihoods(records),
+        "likelihood": likelihoods(every),
         "training": facts.get("training", {}),
         "trained_weights": facts.get("trained_weights", {}),
         "overall": overall,
