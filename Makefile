@@ -55,7 +55,7 @@ gpu: $(STAMP) ## Check a GPU in ten minutes: build/gpu/report.md; again: what wa
 gpu-bundle: $(STAMP) ## Fetch into build/gpu-bundle the wheels that a machine with torch and transformers alone lacks [ARGS="--have FILE"]
 	@$(PY) -m tests.benchmarks.gpu.bundle $(ARGS)
 
-tiny: $(STAMP) ## Train the embedded family again, from nothing, into build/tiny; goes on where it was stopped
+tiny: $(STAMP) ## Train the embedded family again, from nothing, into build/tiny; continues where it was stopped
 	@$(PY) -m methods.family --out $(TINY) $(ARGS)
 
 smollm2: $(STAMP) ## Let SmolLM2-135M write conversations and train every method's parts on them, into build/smollm2-135m; continues where it was stopped [ARGS="tokens=100000 steps=100"]
@@ -64,7 +64,7 @@ smollm2: $(STAMP) ## Let SmolLM2-135M write conversations and train every method
 report: $(STAMP) ## Tables, plots and a page of the run folders in runs/ [RUNS="FOLDER ..."]
 	@$(PY) -m specbench.report $(RUNS) $(ARGS)
 
-claims: $(STAMP) ## Check what the papers claim on a real model and on small ones, in two hours; goes on where it was stopped [LIMIT=2 questions per task, THREADS=1, ARGS="key=value ..."]
+claims: $(STAMP) ## Check what the papers claim on a real model and on small ones, in two hours; continues where it was stopped [LIMIT=2 questions per task, THREADS=1, ARGS="key=value ..."]
 	@$(REAL) method=kangaroo,kangaroo_tree,medusa,hydra_heads,eagle,eagle2,eagle3,sps,vocabtrim,mirror_sd $(ARGS)
 	@$(SOME) experiment=kangaroo settings=published method=kangaroo pair=tiny_wide,tiny $(ARGS)
 	@$(SOME) experiment=kangaroo settings=published,tuned method=kangaroo_tree,medusa pair=tiny_wide,tiny generate=false $(ARGS)

@@ -240,7 +240,9 @@ def rates_by_place(acceptance: float | Sequence[float], places: int) -> list[flo
 def evenly(length: float, places: int) -> list[float]:
     """Shares by place whose acceptance length is given and varies least. Raises UserError if drafts cannot have it."""
     if not 1 <= length <= 1 + places:
-        raise UserError(f"acceptance_length={length}: drafts of {places} tokens have from 1 to {1 + places}")
+        raise UserError(
+            f"acceptance_length={length} must lie between 1 and {1 + places} for drafts of {places} tokens"
+        )
     return [min(1.0, max(0.0, length - 1 - place)) for place in range(places)]
 
 

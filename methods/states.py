@@ -169,7 +169,7 @@ def _write(cfg: DictConfig) -> Path:
     check_prompt_weight(cfg.prompt_weight)
     check_conversations(cfg)
     if cfg.conversations is None and cfg.tokens is None:
-        raise UserError("a pair's own text does not end: say how much of it with tokens=1000000")
+        raise UserError("a pair's own text has no end: limit it, such as tokens=1000000")
     pair = load_pair(training_pair(cfg.pair), cfg.seed, with_draft=False)
     check_context(cfg, pair)
     layers = pair.target.config.get_text_config().num_hidden_layers

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from specbench import ROOT
+from specbench.report.runs import finished_runs
 from tests.faults.runner import EVERY
 
 pytestmark = [pytest.mark.slow, pytest.mark.process]
@@ -65,17 +66,16 @@ def test_layers(pair):
 """
 
 
+EXAMPLE = re.compile(r"^`((?:methods|conf)/[\w/.]+)`[^\n]*:\n\n```\w+\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
 def examples() -> dict[str, str]:
-    """By path, the content of every example of a module or a YAML in the docs."""
+    """By path, the content of every example of a module or a YAML in the docs, but those with a trainer."""
     lookups, cached, on_states, *choices = (
         (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
         for page in ("adding-a-method", "drafting-models", "drafting-layers", "own-models", "questions")
     )
-    found = re.findall(
-        r"^`((?:methods|conf)/[\w/.]+)`[^\n]*:\n\n```\w+\n(.*?)^```",
-        lookups + cached + on_states,
-        re.MULTILINE | re.DOTALL,
-    )
+    found = EXAMPLE.findall(lookups + cached + on_states)
     for content in re.findall(r"^```yaml\n(.*?)^```", "".join(choices), flags=re.MULTILINE | re.DOTALL):
         group = "task" if "\ntasks:" in content else "pair"
         [name] = re.findall(r"^name: (\S+)", content, flags=re.MULTILINE)
@@ -133,6 +133,42 @@ def test_what_is_added_by_the_letter_passes_every_test(extended):
     parameters = [f"{before}{name}" for name in sorted(names) for before in "[-"]
     output, counts = run(extended, " or ".join([*parameters, *WHOLE]))
     assert counts.get("passed", 0) >= 40 and not {"failed", "error", "errors"} & counts.keys(), output
+
+
+def test_a_part_is_trained_and_drafts_by_the_letter(extended, tmp_path):
+    """In a copy of its own: tests of every method want a part of the embedded pair."""
+    page = (ROOT / "docs" / "training-a-part.md").read_text(encoding="utf-8")
+    found = dict(EXAMPLE.findall(page))
+    assert len(found) == 5
+    copy = tmp_path / "checkout"
+    shutil.copytree(extended, copy)
+    for path, content in found.items():
+        (copy / path).parent.mkdir(exist_ok=True)
+        (copy / path).write_text(content, encoding="utf-8")
+
+    def specbench(*words: str) -> str:
+        command = [sys.executable, "-m", "specbench", *words]
+        environment = os.environ | {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "2"}
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    few = ["steps=30", "length=128", "batch_size=4", "save_every=30"]
+    specbench("train", "ahead", "pair=tiny_shallow", *few, "out=ahead")
+    short = ["data.limit=1", "decoding.max_new_tokens=24", "threads=1", "generate=false", "remeasure=0"]
+    for more in ("method=ahead", "method=ahead decoding=sample", "method=ragged drafter=ahead batch_size=3"):
+        words = [*more.split(), "pair=tiny_shallow", "pair.parts.ahead=ahead", "runs_root=runs", *short]
+        specbench("run", *words)
+    runs, left_out = finished_runs([tmp_path / "runs"])
+    assert len(runs) == 3 and not left_out
+    for one in runs:
+        answers = one.summary["equivalence"]
+        judged = answers["exact"] if one.summary["temperature"] == 0 else answers["answers"]
+        assert judged == answers["answers"] and not answers["violation"], one.name
+        assert (
+            one.summary["overall"]["acceptance_length"] > 1.2
+            and one.summary["training"]["weights"]["steps"] == 30
+        )
 
 
 def test_a_list_of_names_in_a_test_is_found(extended):

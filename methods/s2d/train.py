@@ -77,7 +77,7 @@ def train(cfg: DictConfig) -> Path:
     layers, exits = layers_of(cfg), sorted(cfg.exits)
     if not exits or exits[0] < 1 or exits[-1] != len(layers):
         raise UserError(
-            f"exits must rise from 1 on and end with all {len(layers)} layers of the draft; not {exits}"
+            f"exits must rise, begin at 1 or more, and end with all {len(layers)} layers of the draft; not {exits}"
         )
     model = cut_from(pair, cfg)
     model.config.exits = exits

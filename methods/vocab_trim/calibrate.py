@@ -86,7 +86,7 @@ def calibrate(cfg: DictConfig) -> Path:
     """Counts as configured (conf/calibrate_vocab.yaml), writes the map and returns its folder."""
     check_all(cfg, SETTINGS)
     if cfg.tokens is None and (cfg.source != "raw_text" or cfg.conversations is None):
-        raise UserError("what is generated does not end: say how much of it to count, such as tokens=100000")
+        raise UserError("generated text has no end: limit it, such as tokens=100000")
     check_conversations(cfg)
     pair = load_pair(cfg.pair, cfg.seed, with_draft=cfg.source == "draft_generated")
     counts, data = count(answers(cfg, pair, cfg.source), cfg.tokens, cfg.source)

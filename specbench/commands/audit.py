@@ -43,7 +43,7 @@ def audit(cfg: DictConfig) -> int:
     check_sources(cfg)
     named = {"plain": cfg.plain, "plain again": cfg.again, "answers": cfg.answers}
     if cfg.again is not None and cfg.plain is None:
-        raise UserError("again= holds the plain arm's answers once more: name plain=FILE, too")
+        raise UserError("again= is a second set of plain answers: name the first as plain=FILE")
     files = {name: Path(path) for name, path in named.items() if path is not None}
     if missing := [path for path in files.values() if not path.is_file()]:
         raise UserError(f"there is no file '{missing[0]}'")

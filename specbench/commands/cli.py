@@ -120,23 +120,23 @@ COMMANDS = {
     "check-published": Command(
         "specbench.commands.check_published",
         f"NAME {KEYS}",
-        "Measure a published acceptance again, and set ours beside it.",
+        "Measure a published acceptance again and compare it with ours.",
         (
             ("check-published qwen3-8b-eagle3", "vLLM's own regression check: 80 first turns of MT-bench"),
             ("check-published qwen3-8b-eagle3 pair.target=/models/Qwen3-8B", "with a folder of yours"),
         ),
-        notes="Without NAME: the list of checks. Exit code 1 where ours is further away than the tolerance.",
+        notes="Without NAME: the list of checks. Exit code 1 if ours differs by more than the tolerance.",
     ),
     "schedule": Command(
         "specbench.report.schedule",
         "[RUN_OR_FOLDER ...]",
-        "Say how many tokens to draft at which batch size, in the forms that serving engines read.",
+        "Print how many tokens to draft at each batch size, in the formats that serving engines read.",
         (("schedule runs/batches", "after a sweep over batch_size and drafter.max_draft_tokens"),),
     ),
     "replay": Command(
         "specbench.report.replay",
         "[RUN_OR_FOLDER ...]",
-        "Say what other draft lengths would have given, from the rounds of finished runs.",
+        "Estimate what other draft lengths would have given, from the rounds of finished runs.",
         (("replay runs/lengths", "after a sweep over method.max_draft_tokens"),),
     ),
     "audit": Command(
@@ -154,7 +154,7 @@ COMMANDS = {
     "doctor": Command(
         "specbench.commands.doctor",
         KEYS,
-        "Say why a drafter accepts little: wrong states, positions, weights, vocabulary or template.",
+        "Find out why few draft tokens are accepted: wrong states, positions, weights, vocabulary or template.",
         (
             ("doctor method=eagle3 pair=tiny", "as it is, and beside controls"),
             ("doctor method=eagle3 pair=qwen3-8b pair.parts.eagle3=FOLDER", "a checkpoint of yours"),
@@ -164,7 +164,7 @@ COMMANDS = {
     "serve": Command(
         "specbench.commands.serve",
         f"{KEYS} [port=8000]",
-        "Serve a method over HTTP: completions of token ids, every target pass as it ends.",
+        "Serve a method over HTTP: completions as token ids, streamed pass by pass.",
         (
             ("serve method=sps pair=tiny threads=1 port=8001", "speculative sampling on the embedded pair"),
             ("serve method=ar pair=tiny threads=1 port=8000", "and autoregressive decoding, for engine=openai"),
@@ -223,7 +223,7 @@ COMMANDS = {
     "answer": Command(
         "methods.answer",
         KEYS,
-        "Let the target answer the prompts of a file, as text to train on.",
+        "Write the target's answers to the prompts of a file, as text to train on.",
         (("answer pair=vicuna-7b conversations=sharegpt.jsonl out=answers.jsonl", "in batches; resumable"),),
         config="answer",
         slow=True,
@@ -231,14 +231,14 @@ COMMANDS = {
     "converse": Command(
         "specbench.commands.converse",
         KEYS,
-        "Let the target write conversations, questions and answers, as text to train on.",
+        "Have the target write conversations, both questions and answers, as text to train on.",
         (("converse pair=smollm2-135m out=conversations.jsonl", "2 million tokens of answers; resumable"),),
         config="converse",
     ),
     "lengthen": Command(
         "specbench.commands.lengthen",
         KEYS,
-        "Write questions with long prompts, out of a target's own answers.",
+        "Write questions with long prompts, made from a target's own answers.",
         (
             ("lengthen pair=tiny lengths=[512,1024] out=long.jsonl", "of the embedded pair's own text"),
             ("lengthen pair=smollm2-135m conversations=conversations.jsonl out=long.jsonl", "1k to 8k tokens"),
@@ -343,7 +343,7 @@ def overview() -> str:
             "",
             *lines,
             "",
-            "specbench COMMAND --help shows examples; specbench --version the version.",
+            "specbench COMMAND --help shows examples; specbench --version prints the version.",
         ]
     )
 

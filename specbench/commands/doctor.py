@@ -35,7 +35,9 @@ def examine(cfg: DictConfig) -> int:
 
     needs = spec.needs
     if needs.reference_answer:
-        raise UserError(f"{spec.drafter['name']} drafts by chance: there is nothing to examine")
+        raise UserError(
+            f"{spec.drafter['name']} has its acceptance chosen at random: there is nothing to examine"
+        )
     use_threads(cfg.threads, None)
     pair = load_pair(pair_for(cfg.pair, needs), cfg.seed, with_draft=needs.draft_model, trimmed=spec.trimmed)
     protocol = Protocol(pair, SamplingParams(TOKENS), cfg.protocol, cfg.seed, warmup_questions(cfg.data))

@@ -205,14 +205,14 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     log = commands.add_parser("log", help="log finished runs; safe to repeat")
     log.add_argument("run_dir", nargs="+", type=Path, help="run folders, or folders of them")
-    log.add_argument("--group", help="by default the one that the run was made with")
+    log.add_argument("--group", help="default: the run's own group")
     log.add_argument("--mode", choices=MODES)
     compare = commands.add_parser("compare", help="tables of the runs of a group")
     compare.add_argument("group")
     log.add_argument("--project")
     compare.add_argument("--project", default="specbench")
     for command in (log, compare):
-        command.add_argument("--entity", help="by default the user's own")
+        command.add_argument("--entity", help="default: your own account")
     arguments = vars(parser.parse_args())
     from specbench.report import tables
     from specbench.report.compare import faulty

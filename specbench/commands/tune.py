@@ -264,7 +264,7 @@ def report(study: Any, folder: Path, overrides: list[str], began_with_own: bool)
         raise UserError(f"none of the {len(trials)} trials succeeded")
     ranks = [rank for rank, trial in enumerate(scored, start=1) if began_with_own and trial.number == 0]
     remark = f"the initial settings ranked {ranks[0]} out of {len(scored)}; " if ranks else ""
-    print(f"{remark}chance flatters the best, so measure it on the test questions:")
+    print(f"{remark}the best of many trials is partly luck, so measure it on the test questions:")
     best = ["python", "-m", "specbench", "run", *overrides, *as_overrides(scored[0].params)]
     print(shlex.join(best), flush=True)
     return len(trials) - len(scored)

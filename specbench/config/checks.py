@@ -6,12 +6,13 @@ import importlib.util
 import inspect
 import pkgutil
 import re
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from specbench.config.compose import check_pair_keys, compose_arguments, own_error
+from specbench.config.compose import EMBEDDED, benchmark_of, check_pair_keys, compose_arguments, own_error
 from specbench.config.engine_settings import check_read
 from specbench.config.parts import check_part
 from specbench.config.spec import RunSpec, unit_of
@@ -23,7 +24,7 @@ from specbench.models import expansion as expand
 from specbench.models.names import local_folder
 from specbench.models.packages import described, is_package
 from specbench.system import settings as values
-from specbench.system.errors import LackingError, UserError, file_errors, one_line, suggest
+from specbench.system.errors import LackingError, UserError, file_errors, one_line, suggest, warn
 from specbench.system.paths import packaged
 from specbench.system.settings import LEARNS, WRAPPED, Count, Natural, Positive, Seed, Temperature
 
@@ -108,7 +109,7 @@ def check(cfg: DictConfig) -> RunSpec:
     except OmegaConfBaseException as error:
         raise UserError(str(own_error(error) or error)) from error
     if missing:
-        raise UserError(f"there is no value for {', '.join(sorted(missing))}")
+        raise UserError(f"a value is missing for {', '.join(sorted(missing))}")
     check_values(cfg)
     check_tracker(cfg.tracker)
     spec = check_method(cfg)
@@ -117,6 +118,8 @@ def check(cfg: DictConfig) -> RunSpec:
         expand.check(cfg.pair, spec.needs.draft_of(cfg.pair))
     load_questions(cfg.data, cfg.task)
     warmup_questions(cfg.data)
+    if cfg.pair.init == "pretrained":
+        warn_of_world(cfg.data.name, cfg.pair_file.name)
     check_warm(spec.drafter, cfg.data, cfg.task)
     with open_dict(cfg):
         # What another engine drafts with is in its words: neither published nor tuned here.
@@ -126,6 +129,16 @@ def check(cfg: DictConfig) -> RunSpec:
         )
         del cfg["pair_file"]
     return spec
+
+
+@cache  # once for all jobs of a sweep
+def warn_of_world(data: str, pair: str) -> None:
+    """Warns where other models than the embedded ones are asked about the world that only these know."""
+    if data == EMBEDDED != benchmark_of(pair):
+        warn(
+            f"data={EMBEDDED} asks about the invented world of the embedded models, of which pair={pair} knows "
+            "nothing: set data=spec_bench, or your own questions"
+        )
 
 
 @file_errors()
@@ -312,8 +325,8 @@ def check_draft_length(cfg: DictConfig, needs: Needs, drafter: str, drafts: bool
         raise UserError(f"{drafter} {why}: set decoding.draft_length={values.CONSTANT}")
     if costs is not None and (rule != values.GOODPUT or len(costs) < 2):
         raise UserError(
-            f"decoding.round_costs is for decoding.draft_length={values.GOODPUT}, and says what a round costs with no "
-            "draft token, with one, ...: set it to null to have that measured"
+            f"decoding.round_costs needs decoding.draft_length={values.GOODPUT}, and the costs of rounds with no draft "
+            "token, with one, ...: set it to null to have them measured"
         )
 
 
@@ -344,7 +357,7 @@ def check_engine(cfg: DictConfig, spec: RunSpec) -> None:
         "decoding.verification": decoding.verification != values.TOKEN,
     }
     if chosen := [key for key, is_set in ours.items() if is_set]:
-        raise UserError(f"engine {name} does not know {', '.join(chosen)}: leave it out")
+        raise UserError(f"engine {name} does not support {', '.join(chosen)}: leave that out")
     check_read(cfg, spec)
 
 

@@ -36,6 +36,7 @@ NO_KEY = re.compile(r"Could not override '([\w.]+)'")  # as Hydra says it
 PART = re.compile(r"\bpair\.parts\.(\w+)")  # as a YAML reads one
 AMBIGUOUS = re.compile(r"Ambiguous value for argument '(.*)'")  # as Hydra says it
 # Configurations with a method, whose `check` refuses parts that nothing reads.
+EMBEDDED = "tiny"  # the pair that the embedded family begins with, and its questions
 OF_METHODS = ("bench", "tune", "serve", "export_part")
 NOT_COMPOSED = (HydraException, OmegaConfBaseException, yaml.YAMLError)
 
@@ -70,7 +71,7 @@ def benchmark_of(pair: str) -> str:
 
     They are those of the embedded family for its pairs, and Spec-Bench's for all others.
     """
-    return "tiny" if "tiny" in _lineage(pair) else "spec_bench"
+    return EMBEDDED if EMBEDDED in _lineage(pair) else "spec_bench"
 
 
 OmegaConf.register_new_resolver("benchmark", benchmark_of, replace=True)
@@ -205,7 +206,7 @@ def check_overrides(arguments: list[str]) -> None:
     sweep = {"-m", "--multirun", "hydra.mode=MULTIRUN"} & set(arguments)
     launcher = [key for key in overrides if re.match(r"hydra[./]launcher\b", key)]
     if launcher and not sweep:
-        raise UserError(f"{launcher[0]} needs a sweep: add -m")
+        raise UserError(f"{launcher[0]} needs a sweep: use specbench sweep")
 
 
 def check_pair_keys(pair: Mapping[str, Any], part: str | None = None) -> None:
@@ -322,7 +323,7 @@ def unknown_key(key: str, config_name: str, overrides: list[str]) -> str:
         if part not in children:
             return f"unknown key '{key}': {suggest(part, children)}"
         node = children[part]
-    return f"key '{key}' is not there for every choice of this sweep"
+    return f"key '{key}' does not exist for every choice of this sweep"
 
 
 def _composed_of(config_name: str, choices: list[str], key: str) -> Any:

@@ -43,7 +43,7 @@ def check_read(cfg: DictConfig, spec: RunSpec) -> None:
         if unread := [key for key in _changed(cfg, chosen) if key not in read]:
             raise UserError(
                 f"engine {engine} does not read {group}.{unread[0]}: of {chosen['name']} it reads "
-                f"{', '.join(read) or 'no setting'}; set engine.speculative.{method}, in its own words"
+                f"{', '.join(read) or 'no setting'}; set engine.speculative.{method}, under the engine's own names"
             )
 
 

@@ -42,8 +42,8 @@ def check_part(pair: DictConfig, needs: Needs, folders: Iterable[Any]) -> None:
         sizes, origin = sizes_made_for(folder, needs.part) if isinstance(folder, str) else ({}, "")
         if any(target.get(key, size) != size for key, size in sizes.items()):
             raise UserError(
-                f"the part in '{folder}' is for a target {_size_words(sizes)}{origin}, and that of pair {pair.name} is "
-                f"{_size_words(target)}: name another folder as pair.parts.{needs.part}"
+                f"the part in '{folder}' is for a target {_size_words(sizes)}{origin}, but the target of pair "
+                f"{pair.name} is {_size_words(target)}: name another folder as pair.parts.{needs.part}"
             )
 
 

@@ -369,7 +369,7 @@ def is_finished(cfg: DictConfig) -> bool:
         return False
     if not (out / CONDITIONS).exists():
         raise UserError(
-            f"{out} holds a finished training without {CONDITIONS}, which tells its settings: "
+            f"{out} holds a finished training without {CONDITIONS}, which records its settings: "
             "remove it to start anew, or name another folder with out="
         )
     _check_same(out, out / CONDITIONS, conditions(cfg))
@@ -404,7 +404,7 @@ def _check_same(folder: Path, file: Path, now: dict[str, Any]) -> dict[str, Any]
             key, had, has = f"{key}.{inner}", had.get(inner), has.get(inner)
         raise UserError(
             f"{folder} holds a training with {key}={had}, not {has}: "
-            "give its settings to go on, remove it to start anew, or name another folder with out="
+            "give its settings to continue, remove it to start over, or name another folder with out="
         )
     return then
 

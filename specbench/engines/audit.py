@@ -104,7 +104,7 @@ def _read(line: Any, number: int, pair: Pair) -> Answered:
     if logprobs is not None:
         check_logprobs(logprobs, len(tokens))
     if cap is not None and (type(cap) is not int or cap < 1):
-        raise UserError("max_new_tokens must be a whole number from 1 on")
+        raise UserError("max_new_tokens must be a whole number of at least 1")
     return Answered(str(line.get("id", number)), prompt, tokens, logprobs, cap)
 
 
@@ -324,10 +324,10 @@ class Arm:
         answer, n = judged.answer, len(judged.answer.tokens)
         ended = len(truncate_at_stop(answer.tokens, self.stop_ids))
         if ended < n:
-            return Departure(ended, answer.tokens[ended], None, None, "goes on after a stop token")
+            return Departure(ended, answer.tokens[ended], None, None, "continues after a stop token")
         limit = limit_of(answer, self.cap, judged.room)
         if n > limit:
-            return Departure(limit, answer.tokens[limit], None, None, "goes on after its limit")
+            return Departure(limit, answer.tokens[limit], None, None, "continues after its limit")
         stopped = n > 0 and answer.tokens[-1] in self.stop_ids
         # Some engines leave the stop token out.
         if stopped or n == limit or judged.end_margin <= self.bound or (self.drawn and self.stop_ids):

@@ -97,9 +97,9 @@ def _event(content: str) -> dict[str, Any]:
     try:
         event = json.loads(content)
     except ValueError as error:
-        raise EngineError(f"an event is no JSON: {content[:SHOWN]}") from error
+        raise EngineError(f"an event is not JSON: {content[:SHOWN]}") from error
     if not isinstance(event, dict):
-        raise EngineError(f"an event is no object: {content[:SHOWN]}")
+        raise EngineError(f"an event is not a JSON object: {content[:SHOWN]}")
     if event.get("error") is not None:
         raise EngineError(f"the server says: {json.dumps(event['error'])[:SHOWN]}")
     return event

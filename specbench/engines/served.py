@@ -307,8 +307,8 @@ class ServedEngine:
             _check_read(name, reply, requests[0])
             if reply.cached_tokens is None and not self.servers[name].is_ours:
                 self._note(
-                    f"{name}: it does not say what it remembers of prompts, and a prefix cache makes second answers "
-                    "faster: make sure that it is off (vLLM says it with --enable-prompt-tokens-details)"
+                    f"{name}: it does not report cached prompt tokens, and a prefix cache makes second answers "
+                    "faster: make sure that it is off (vLLM reports them with --enable-prompt-tokens-details)"
                 )
         for drawn in requests:
             request = replace(drawn, decoding=replace(drawn.decoding, temperature=0.0))
@@ -319,7 +319,7 @@ class ServedEngine:
                 _check_read(name, reply, request)
                 if truncate_at_stop(reply.tokens, self.pair.stop_ids) != reply.tokens:
                     raise UserError(
-                        f"the {name} server goes on after a stop token: name it in the model's files"
+                        f"the {name} server continues after a stop token: list that token in the model's files"
                     )
             plain += replies[PLAIN].passes[1:]
             if again[PLAIN].tokens != replies[PLAIN].tokens:
@@ -373,7 +373,7 @@ def _check_read(name: str, reply: Reply, request: Request) -> None:
         )
     if reply.cached_tokens:
         raise UserError(
-            f"the {name} server remembered {reply.cached_tokens} tokens: disable its prefix cache"
+            f"the {name} server took {reply.cached_tokens} prompt tokens from its cache: disable its prefix cache"
         )
     wanted = {"max_new_tokens": request.decoding.max_new_tokens, "temperature": request.decoding.temperature}
     for key, value in reply.echoed.items():

@@ -220,7 +220,8 @@ def chain_findings(base: Counts) -> list[str]:
     if not _differ(first, second, base.judged[0], base.judged[1]):
         return []
     return [
-        f"place 2 is accepted at {second:.2f} after {first:.2f} at place 1: it does not go on from its own first token"
+        f"place 2 is accepted at {second:.2f} after {first:.2f} at place 1: it does not continue from its own first "
+        "token"
     ]
 
 

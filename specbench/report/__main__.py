@@ -110,7 +110,7 @@ def compare_runs(arguments: list[str]) -> int:
         type=_key,
         default=[],
         metavar="KEY",
-        help="what else may differ, such as machine or versions.torch; code always may",
+        help="what else may differ, such as machine or versions.torch; the code may always differ",
     )
     parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
     options = parser.parse_args(arguments)

@@ -10,7 +10,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from specbench.config.checks import check, check_method, check_values
+from specbench.config.checks import check, check_method, check_values, warn_of_world
 from specbench.config.compose import CONF, base_pair, check_overrides, check_pair_keys
 from specbench.data.question_files import TASKS
 from specbench.decoding.drafter import Drafter
@@ -227,6 +227,22 @@ def test_a_pair_without_published_weights_names_none():
 
 
 def test_a_launcher_without_a_sweep_is_told_what_is_missing():
-    with pytest.raises(UserError, match=r"^hydra/launcher needs a sweep: add -m$"):
+    with pytest.raises(UserError, match=r"^hydra/launcher needs a sweep: use specbench sweep$"):
         check_overrides(["hydra/launcher=ray", "method=sps"])
     check_overrides(["-m", "hydra/launcher=ray", "method=sps"])
+
+
+@pytest.mark.parametrize(
+    ("words", "warned"),
+    [
+        (["pair=llama-3.2-1b"], True),
+        (["pair=llama-3.2-1b", "data=spec_bench", "data.path=specbench/tiny/questions.jsonl"], False),
+        (["pair=llama-3.2-1b", "pair.init=random"], False),
+        (["pair=tiny_wide"], False),
+    ],
+)
+def test_strangers_to_the_embedded_world_are_not_asked_about_it_in_silence(words, warned, capsys):
+    warn_of_world.cache_clear()
+    for _ in range(2):
+        check(composed("bench", "method=pld", *words))
+    assert capsys.readouterr().err.count("invented world") == warned

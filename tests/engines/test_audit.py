@@ -149,7 +149,7 @@ def test_an_answer_must_end_where_the_target_ends():
     late = audited(pair, [answered([*tokens, following])])
     departure = late.departure(late.judged[0])
     assert late.verdicts == {VIOLATION: 1}
-    assert (departure.index, departure.reason) == (len(tokens), "goes on after a stop token")
+    assert (departure.index, departure.reason) == (len(tokens), "continues after a stop token")
 
 
 def test_an_engine_that_says_nothing_is_not_exact():
@@ -162,7 +162,7 @@ def test_an_answer_beyond_its_limit_is_a_violation():
     departure = arm.departure(arm.judged[0])
     assert arm.verdicts == {VIOLATION: 1} and (departure.index, departure.reason) == (
         5,
-        "goes on after its limit",
+        "continues after its limit",
     )
 
 

@@ -124,7 +124,7 @@ def test_what_is_asked_for_reaches_the_decoder():
         ([PROMPT], "no JSON object"),
         ({}, "'prompt'"),
         ({"prompt": "text"}, "'prompt'"),
-        ({"prompt": []}, "with one at least"),
+        ({"prompt": []}, "at least one token id"),
         ({"prompt": [1, -2]}, "token ids"),
         ({"prompt": [1, True]}, "token ids"),
         ({"prompt": [1], "max_tokens": 0}, "at least 1"),

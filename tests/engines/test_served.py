@@ -317,7 +317,7 @@ class TestHandshake:
         stubs[arm].fault, stubs[arm].after = "remembers", 2
         with (
             serving(*stubs.values()) as urls,
-            pytest.raises(UserError, match=f"the {arm} server remembered 4"),
+            pytest.raises(UserError, match=f"the {arm} server took 4 prompt tokens from its cache"),
         ):
             engine_of(pair, urls, dialect).open([request()])
 
@@ -364,7 +364,7 @@ class TestWhatServersTell:
             engine = engine_of(pair, urls, dialect)
             engine.open([request(), request(8)])
         [fault] = engine.faults
-        assert fault.startswith("plain: it does not say what it remembers of prompts")
+        assert fault.startswith("plain: it does not report cached prompt tokens")
 
 
 def test_what_only_one_dialect_tells(pair):
@@ -438,7 +438,7 @@ def test_an_answer_that_goes_on_after_a_stop_token_is_refused(pair):
         assert answer.finish == "stop" and answer.tokens[-1] == stop
     with (
         serving(Stub(stopped, fault="goes on"), Stub(stopped, drafts=True)) as urls,
-        pytest.raises(UserError, match="goes on after a stop token"),
+        pytest.raises(UserError, match="continues after a stop token"),
     ):
         engine_of(pair, urls, "openai").open([request()])
 

@@ -216,7 +216,7 @@ def test_drawn_answers_that_are_not_the_targets_are_violations(run, answer):
         (["method=vocabtrim", "engine=openai"], "vocab=trim"),
         (
             ["method=sps", "engine=llama_cpp", "decoding.verification=typical"],
-            "does not know decoding.verification",
+            "does not support decoding.verification",
         ),
         (["method=sps", "engine=llama_cpp", "+engine.threads=2"], "no parameter 'threads'"),
     ],

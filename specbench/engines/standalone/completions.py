@@ -88,7 +88,7 @@ class Completion:
             if not all(type(token) is int and token >= 0 for token in fields.get(name, ())):
                 raise RequestError(f"'{name}' must be a list of token ids")
         if not fields.get("prompt"):
-            raise RequestError("'prompt' must be a list of token ids, with one at least")
+            raise RequestError("'prompt' must be a list of at least one token id")
         if fields.get("max_tokens", 1) < 1 or fields.get("temperature", 0) < 0:
             raise RequestError("'max_tokens' must be at least 1, and 'temperature' at least 0")
         return cls(**fields)
