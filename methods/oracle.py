@@ -31,6 +31,7 @@ from specbench.system.settings import Count, Positive, Probability, Seed
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from methods.common.heads import Chosen
     from specbench.decoding.model.staged_model import StagedModel
     from specbench.decoding.slots import Slots
     from specbench.decoding.state import Batch, Draft, Prefill, SequenceState, Verified
@@ -67,22 +68,21 @@ class OracleHead:
 
     Args:
         head: the head.
-        begin: called before each draft.
-        instead: the tokens [n] to propose in place of the chosen ones [n].
+        instead: the tokens [b] of a place in the draft to propose in place of the chosen ones [b].
     """
 
-    def __init__(
-        self, head: Any, begin: Callable[[Batch], None], instead: Callable[[torch.Tensor], torch.Tensor]
-    ):
-        self._head, self.begin, self._instead = head, begin, instead
+    def __init__(self, head: Any, instead: Callable[[Batch, int, torch.Tensor], torch.Tensor]):
+        self._head, self._instead = head, instead
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._head, name)
 
-    def choose(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def choose(
+        self, logits: torch.Tensor, batch: Batch, place: int, candidates: torch.Tensor | None = None
+    ) -> Chosen:
         """As the head chooses, which takes its time; then the oracle's tokens."""
-        tokens, probs = self._head.choose(*args, **kwargs)
-        return self._instead(tokens), probs
+        tokens, probs = self._head.choose(logits, batch, place, candidates)
+        return self._instead(batch, place, tokens), probs
 
 
 class Oracle(WrappedDrafter):
@@ -130,7 +130,7 @@ class Oracle(WrappedDrafter):
         self.vocab_size, self.seed, self.device = pair.vocab_size, seed, pair.device
         self.feeds = hasattr(self.inner, "head")  # whether the wrapped drafter goes on from what is proposed
         if self.feeds:
-            self.inner.head = OracleHead(self.inner.head, self._propose, self._next)  # type: ignore[attr-defined]
+            self.inner.head = OracleHead(self.inner.head, self._next)  # type: ignore[attr-defined]
         self._foretold: dict[tuple[int, ...], Foretold] = {}
 
     def set_reference_answers(self, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> None:
@@ -207,14 +207,15 @@ class Oracle(WrappedDrafter):
         # A captured function must also cover an answer that leaves the reference later.
         surely = batch.kv_bucket is None and None not in self._current[: batch.size]
         self._proposed = torch.where(draws < self._rates, right, wrong)
-        self._unknown, self._step = None if surely else right == UNKNOWN, 0
+        self._unknown = None if surely else right == UNKNOWN
 
-    def _next(self, inner_tokens: torch.Tensor) -> torch.Tensor:
-        """The tokens [b] to propose in place of the wrapped drafter's own [b], each time at the next place."""
-        j, self._step = self._step, self._step + 1
+    def _next(self, batch: Batch, place: int, inner_tokens: torch.Tensor) -> torch.Tensor:
+        """The tokens [b] to propose at a place of the draft, in place of the wrapped drafter's own [b]."""
+        if place == 0:
+            self._propose(batch)
         if self._unknown is None:
-            return self._proposed[:, j]
-        return torch.where(self._unknown[:, j], inner_tokens, self._proposed[:, j])
+            return self._proposed[:, place]
+        return torch.where(self._unknown[:, place], inner_tokens, self._proposed[:, place])
 
 
 def rates_by_place(acceptance: float | Sequence[float], places: int) -> list[float]:

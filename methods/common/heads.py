@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from methods.common.draft_layer import CachedLayer
     from specbench.decoding.model.staged_model import StagedModel
-    from specbench.decoding.sampling import SamplingParams
     from specbench.decoding.state import Batch
     from specbench.models.pairs import Pair
 
@@ -81,28 +80,22 @@ class DraftHead:
             return self.layers.logits(normed)
         return self.model.finish_logits(self.trimmed(normed))
 
-    def begin(self, batch: Batch) -> None:
-        """Told of a draft before the first of its tokens is chosen; in what is captured, too."""
-
     def choose(
-        self,
-        logits: torch.Tensor,
-        decoding: SamplingParams,
-        uniforms: torch.Tensor | None,
-        candidates: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Chooses draft tokens.
+        self, logits: torch.Tensor, batch: Batch, place: int, candidates: torch.Tensor | None = None
+    ) -> Chosen:
+        """Chooses a token of each draft.
 
         Args:
-            logits: [n, rows] of this head; or those of the candidates.
-            decoding: how tokens are chosen.
-            uniforms: to draw with, as in `SamplingParams.select`.
-            candidates: [n, count] the only rows that are chosen among, in ascending order; None: all.
+            logits: [b, rows] of this head; or those of the candidates.
+            batch: the running sequences.
+            place: of the token in the draft, from 0 on.
+            candidates: [b, count] the only rows that are chosen among, in ascending order; None: all.
 
         Returns:
-            Token ids [n] of the target and, when sampling, the distributions [n, rows] they were drawn from.
+            Token ids [b] of the target and, when sampling, the distributions [b, rows] they were drawn from.
         """
-        rows, probs = decoding.select(logits, uniforms)
+        uniforms = batch.draws(place)
+        rows, probs = batch.decoding.select(logits, uniforms)
         rows = rows if uniforms is None else drawable(rows)
         if candidates is not None:
             rows = candidates.gather(1, rows.unsqueeze(1)).squeeze(1)
@@ -168,11 +161,10 @@ def chosen_in_turn(
     Returns:
         As `chosen_at_once`.
     """
-    head.begin(batch)
     chosen, token = [], batch.last_tokens(1)[:, 0]
     for j in range(k):
         among = None if candidates is None else candidates[:, j]
-        token, probs = head.choose(after(j, token), batch.decoding, batch.draws(j), among)
+        token, probs = head.choose(after(j, token), batch, j, among)
         chosen.append((token, probs))
     return torch.stack([some for some, _ in chosen], dim=1), head.spread([q for _, q in chosen])
 

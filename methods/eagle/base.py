@@ -48,6 +48,7 @@ class EagleDrafter(Drafter):
     deterministic = True
     expanded = 0
     outputs = 1
+    _once = 0  # bytes of weights that a round reads once
 
     def __init__(self, pair: Pair, model: CachedLayer):
         self.model = model.for_drafting(pair)

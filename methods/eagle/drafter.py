@@ -121,7 +121,8 @@ class DynamicEagle(EagleDrafter):
 
         key, outputs = ("draft", levels, nodes), self._outputs[: batch.size]
         tokens, *tree = self._layer_cache.run(batch, key, grown, outputs, entries=width * (levels - 1))
-        return Draft(tokens, tree=Tree(*tree) if tree else None, bytes_read=levels * self._bytes)
+        read = self._once + levels * self._bytes
+        return Draft(tokens, tree=Tree(*tree) if tree else None, bytes_read=read)
 
 
 class Eagle2(DynamicEagle):

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from methods.eagle.drafter import DynamicEagle
 from specbench.decoding.drafter import Needs
 from specbench.decoding.model.cost import weight_bytes
 from specbench.models.pairs import Pair
 from specbench.system.settings import Count, Natural, Positive
-
-if TYPE_CHECKING:
-    from specbench.decoding.state import Batch, Draft
 
 
 class Eagle3(DynamicEagle):
@@ -52,9 +47,3 @@ class Eagle3(DynamicEagle):
         once = [model.fc, model.fc_norm, *([model.input_norm] if model.input_norm is not None else [])]
         self._once = sum(map(weight_bytes, once))
         self._bytes -= self._once
-
-    def draft(self, batch: Batch) -> Draft:
-        """Lets the tree grow level by level, and keeps its likeliest nodes."""
-        draft = super().draft(batch)
-        draft.bytes_read += self._once
-        return draft

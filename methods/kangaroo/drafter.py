@@ -87,10 +87,9 @@ class Kangaroo(Drafter):
         states = [feed[:, -1:]]
         tokens, probs = [], []
         stop = StopTracker(self.confidence_threshold)
-        self.head.begin(batch)
         for j in range(batch.max_draft):
             logits = self._logits(batch, feed, offset)
-            token, q = self.head.choose(logits, batch.decoding, batch.draws(j))
+            token, q = self.head.choose(logits, batch, j)
             tokens.append(token)
             probs.append(q)
             feed, offset = self._shallow(batch, token.unsqueeze(1), 1 + j), 1 + j

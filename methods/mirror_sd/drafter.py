@@ -151,8 +151,7 @@ class MirrorSD(BranchingDrafter):
 
         if placement == "auto":
             placement = "thread" if "cuda" in (target.device.type, self.model.device.type) else "process"
-        # A worker drafts while the target verifies, on cores of its own.
-        self.exclusive = placement != "inline"
+        # A worker drafts while the target verifies.
         self.extra_cores = {"process": draft_cores, "thread": 1, "inline": 0}[placement]
         args = (*self._parts, plan, exit_parts, target.config)
         if placement == "process":
@@ -189,15 +188,15 @@ class MirrorSD(BranchingDrafter):
 
     def draft(self, batch: Batch) -> Draft:
         """Waits for the draft after the last decision."""
-        reply = self.worker.collect()
-        probs = self._widened(reply.probs)
-        read = sum(reply.passes) * self._pass_bytes
-        if reply.overlap["hit"] is not None:
+        settled, overlap = self.worker.collect()
+        probs = self._widened(settled.probs)
+        read = sum(settled.passes) * self._pass_bytes
+        if settled.hit is not None:
             read += self._guess_bytes + self._pass_bytes  # of the guesses, and of looking ahead for them
-        tokens = reply.tokens.to(self.device).unsqueeze(0)
+        tokens = settled.tokens.to(self.device).unsqueeze(0)
         self._depth = min(self.max_draft_tokens, batch.sequences[0].remaining - 2)
         probs = None if probs is None else probs.to(self.device)
-        self._current = Draft(tokens, probs, bytes_read=read, stats=dict(reply.overlap))
+        self._current = Draft(tokens, probs, bytes_read=read, stats=overlap)
         self._begun = self._clock.mark()
         return self._current
 

@@ -13,13 +13,13 @@ import sys
 import threading
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import multiprocessing
 
+from methods.mirror_sd.brancher import SettledDraft
 from methods.mirror_sd.channel import Message, ProcessChannel, ThreadChannel, elapsed
 from specbench.decoding.model.graphs import CAPTURING, captures
 from specbench.decoding.trace import Clock
@@ -46,23 +46,6 @@ class Response(IntEnum):
     """Messages of the draft's side."""
 
     READY, DRAFT, ENDED, FAILED = range(4)
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """A draft and how it came to be.
-
-    Attributes:
-        tokens: [n].
-        probs: [n, rows] when drawn.
-        passes: as in `SettledDraft`.
-        overlap: how it came to be, see `overlap_of`.
-    """
-
-    tokens: torch.Tensor
-    probs: torch.Tensor | None
-    passes: tuple[int, int]
-    overlap: dict[str, Any]
 
 
 def overlap_of(
@@ -114,14 +97,14 @@ class Inline:
         """The decision, as in `Brancher.settle`; does not wait for the draft after it."""
         self._decision = accepted, following, limit
 
-    def collect(self) -> Reply:
-        """The draft after the last decision."""
+    def collect(self) -> tuple[SettledDraft, dict[str, Any]]:
+        """The draft after the last decision, and how it came to be, see `overlap_of`."""
         start = self.clock.mark()
         settled = self.brancher.settle(*self._decision)
         exposed = elapsed(start, self.clock.mark())
         overlap = overlap_of(settled.hit, self._before_exit, self._behind_exit, exposed, 0.0, 0.0)
         self._before_exit = self._behind_exit = 0.0
-        return Reply(settled.tokens, settled.probs, settled.passes, overlap)
+        return settled, overlap
 
     def end(self) -> None:
         """Ends the sequence: what still goes on for it is given up."""
@@ -163,21 +146,16 @@ class Remote:
         """Hands the decision over."""
         self.channel.requests.put(Command.SETTLE, accepted, following, limit)
 
-    def collect(self) -> Reply:
-        """Waits for the draft after the last decision."""
+    def collect(self) -> tuple[SettledDraft, dict[str, Any]]:
+        """Waits for the draft after the last decision; as `Inline.collect`."""
         start = time.perf_counter()
         message = self._answer(Response.DRAFT, self.timeout)
         n, hit, together, alone = message.numbers
         before_exit, behind_exit, exposed = self.channel.spans()
         idle, ipc = message.seconds
         ipc += time.perf_counter() - max(start, message.sent)
-        tokens, probs = self.channel.draft(n)
-        return Reply(
-            tokens,
-            probs,
-            (together, alone),
-            overlap_of(None if hit < 0 else bool(hit), before_exit, behind_exit, exposed, idle, ipc),
-        )
+        settled = SettledDraft(*self.channel.draft(n), None if hit < 0 else bool(hit), (together, alone))
+        return settled, overlap_of(settled.hit, before_exit, behind_exit, exposed, idle, ipc)
 
     def end(self) -> None:
         """Ends the sequence, and waits until the draft's side has given it up."""

@@ -110,10 +110,9 @@ class SpeculativeSampling(Drafter):
         feed, offset = batch.last_tokens(n), 1 - n
         tokens, probs, passes = [], [], []
         stop = StopTracker(self.confidence_threshold)
-        self.head.begin(batch)
         for j in range(k):
             logits, layers, read = self._next(batch, feed, offset)
-            token, q = self.head.choose(logits, batch.decoding, batch.draws(j))
+            token, q = self.head.choose(logits, batch, j)
             tokens.append(token)
             probs.append(q)
             passes.append((layers, read))

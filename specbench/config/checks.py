@@ -26,7 +26,7 @@ from specbench.models.packages import described, is_package
 from specbench.system import settings as values
 from specbench.system.errors import LackingError, UserError, file_errors, one_line, suggest, warn
 from specbench.system.paths import packaged
-from specbench.system.settings import LEARNS, WRAPPED, Count, Natural, Positive, Seed, Temperature
+from specbench.system.settings import LASTING, MEMORY, WRAPPED, Count, Natural, Positive, Seed, Temperature
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -389,12 +389,11 @@ def check_batch(cfg: DictConfig, spec: RunSpec, slots: int) -> None:
         )
     if not spec.needs.batching:
         raise UserError(f"drafter {name} cannot batch")
-    memory, lasting = LEARNS
     inner = spec.drafter.get(WRAPPED) or spec.drafter
-    if slots > 1 and spec.needs.one_memory and inner.get(memory) != lasting:
+    if slots > 1 and spec.needs.one_memory and inner.get(MEMORY) != LASTING:
         raise UserError(
             f"{inner['name']} has one memory for all sequences, which cannot be reset while any is running: "
-            f"set drafter.{memory}={lasting}"
+            f"set drafter.{MEMORY}={LASTING}"
         )
 
 
@@ -437,12 +436,11 @@ def check_memory(what: str, group: Mapping, inner: Mapping, takes: dict) -> None
         UserError: It is to learn, or to be warmed, and the wrapped drafter has no memory; or it is not to learn, and
             the wrapped one is.
     """
-    memory, lasting = LEARNS
-    if inner.get(memory) == lasting != group.get(memory, lasting):
+    if inner.get(MEMORY) == LASTING != group.get(MEMORY, LASTING):
         raise UserError(
-            f"{what}.{memory}={group[memory]}, but {what}.{WRAPPED}.{memory}={lasting}: set both to one value"
+            f"{what}.{MEMORY}={group[MEMORY]}, but {what}.{WRAPPED}.{MEMORY}={LASTING}: set both to one value"
         )
-    for key, is_set in ((memory, group.get(memory) == lasting), (WARM, group.get(WARM) is not None)):
+    for key, is_set in ((MEMORY, group.get(MEMORY) == LASTING), (WARM, group.get(WARM) is not None)):
         if is_set and key not in takes:
             raise UserError(
                 f"{what}.{key}={group[key]}: what {group['name']} wraps ({inner['name']}) keeps nothing between answers"

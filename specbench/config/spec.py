@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from specbench.system import settings as values
-from specbench.system.settings import LEARNS, WRAPPED
+from specbench.system.settings import LASTING, MEMORY, WRAPPED
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -116,9 +116,8 @@ class RunSpec:
     @property
     def learns(self) -> bool:
         """Whether state of the drafter, or of one that it wraps, outlives an answer."""
-        name, value = LEARNS
         return self.engine is None and any(
-            group.get(name) == value for group in (self.drafter, self.drafter.get(WRAPPED) or {})
+            group.get(MEMORY) == LASTING for group in (self.drafter, self.drafter.get(WRAPPED) or {})
         )
 
     @property

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from specbench.config.compose import as_it_stands, choices_of, group_file, tuned_on
 from specbench.config.spec import key_of
 from specbench.data.warm_start import WARM
-from specbench.system.settings import CONSTANT, LEARNS, settings
+from specbench.system.settings import CONSTANT, MEMORY, settings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from specbench.config.spec import RunSpec
 
 PUBLISHED, TUNED, CHANGED = "published", "tuned", "changed"
-JUDGED_ELSEWHERE = (LEARNS[0], WARM)  # memory belongs to the protocol
+JUDGED_ELSEWHERE = (MEMORY, WARM)  # memory belongs to the protocol
 VOCAB = "vocab"
 
 

@@ -7,11 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from specbench.decoding.model.graphs import GraphRunner
 from specbench.decoding.state import Draft
-from specbench.system.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
     import pandas as pd
     import torch
@@ -85,8 +83,8 @@ class Drafter:
             decoding with the same seed, token by token.
         max_draft_tokens: the longest path of a draft.
         max_nodes: the most nodes of a draft; 0: as `max_draft_tokens`, for chains.
-        exclusive: whether it works, or holds cores, between its rounds: no other arm may then run in between.
-        extra_cores: cores that it computes on beside those of torch's threads.
+        extra_cores: cores that it computes on, or holds between its rounds, beside those of torch's threads. With any,
+            no other arm runs in between.
     """
 
     needs = Needs()
@@ -95,7 +93,6 @@ class Drafter:
     deterministic: bool = False
     max_draft_tokens = 0
     max_nodes = 0
-    exclusive: bool = False
     extra_cores: int = 0
 
     @staticmethod
@@ -196,16 +193,6 @@ class Drafter:
 
     def restore(self, state: Any) -> None:
         """Goes back to what `snapshot` gave."""
-
-    def export(self, folder: Path) -> None:
-        """Writes what it drafts with into a new folder, in the form that serving engines read.
-
-        Raises:
-            UserError: There is no such form.
-        """
-        raise UserError(
-            f"{type(self).__name__} has nothing to export; engines read supported parts as they are"
-        )
 
     def close(self) -> None:
         """Releases what is kept between answers, such as processes. The drafter must not be used afterwards."""

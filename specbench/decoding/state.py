@@ -136,10 +136,6 @@ class Draft:
         tokens: Sequence[list[int]],
         device: torch.device,
         parents: Sequence[list[int]] | None = None,
-        *,
-        bytes_read: float = 0,
-        report: Callable[[torch.Tensor], torch.Tensor] | None = None,
-        stats: dict[str, Any] | None = None,
     ) -> Draft:
         """A draft of tokens that were chosen on the host without chance, of different lengths.
 
@@ -147,9 +143,6 @@ class Draft:
             tokens: of each sequence.
             device: that they are verified on.
             parents: of trees, as in `Tree`; None for chains.
-            bytes_read: as the attribute.
-            report: likewise.
-            stats: likewise; None: no numbers.
         """
         counts = [len(some) for some in tokens]
         k = max(counts)
@@ -160,14 +153,7 @@ class Draft:
             # Padding hangs on the pending token and is not accepted.
             filled = [[*some, *[-1] * (k - len(some))] for some in parents]
             tree = Tree.of_lists(filled, device)
-        return cls(
-            padded.view(len(counts), k),
-            tree=tree,
-            candidates=candidates,
-            bytes_read=bytes_read,
-            report=report,
-            stats=stats or {},
-        )
+        return cls(padded.view(len(counts), k), tree=tree, candidates=candidates)
 
     def acceptable(self) -> torch.Tensor | None:
         """[b, k] which tokens are candidates; None: all."""

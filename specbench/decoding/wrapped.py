@@ -32,7 +32,7 @@ class WrappedDrafter(Drafter):
         self.needs = self.needs.around(inner.needs)
         self.taps, self.siblings, self.deterministic = inner.taps, inner.siblings, inner.deterministic
         self.max_draft_tokens, self.max_nodes = inner.max_draft_tokens, inner.max_nodes
-        self.exclusive, self.extra_cores = inner.exclusive, inner.extra_cores
+        self.extra_cores = inner.extra_cores
 
     @property
     def overlaps_verification(self) -> bool:

@@ -25,7 +25,7 @@ from specbench.models.pairs import Pair
 from specbench.system.errors import UserError
 from specbench.system.files import make_folder, read_json
 from specbench.system.paths import cache_folder
-from specbench.system.settings import LEARNS, Positive
+from specbench.system.settings import LASTING, MEMORY, Positive
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 CACHE_SPACE = "VLLM_CPU_KVCACHE_SPACE"
 PROPOSER = "specbench.engines.vllm_proposer.Proposer"
-EXPORTED = "exported"  # set where the model is what `Drafter.export` writes
+EXPORTED = "exported"  # set where the model is what a drafter's `export` writes
 LENGTH = "num_speculative_tokens"
 PRELOADED = ("lib/libiomp5.so",)  # of the environment, where it is there: vLLM's threads want it
 
@@ -139,12 +139,12 @@ class Vllm(ServedEngine):
 
 def _check_text_alone(drafter: Mapping[str, Any]) -> None:
     """Raises UserError for a drafter that needs more than the text of one answer."""
-    name, (memory, lasting) = drafter["name"], LEARNS
+    name = drafter["name"]
     if not needs_of(drafter).text_alone:
         raise UserError(f"{name} needs models or states: engine vllm does this only with its own code")
-    if drafter.get(memory) == lasting or drafter.get(WARM):
+    if drafter.get(MEMORY) == LASTING or drafter.get(WARM):
         raise UserError(
-            f"inside vLLM {name} knows one answer at a time: leave out {memory}={lasting} and {WARM}"
+            f"inside vLLM {name} knows one answer at a time: leave out {MEMORY}={LASTING} and {WARM}"
         )
 
 

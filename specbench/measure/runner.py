@@ -97,7 +97,7 @@ def prepare(cfg: DictConfig, scheduler: Scheduler | None = None) -> Bench:
     return Bench(
         setup,
         protocol,
-        Conductor(setup, None if drafter.exclusive else cfg.slice_seconds, cfg.remeasure),
+        Conductor(setup, None if drafter.extra_cores else cfg.slice_seconds, cfg.remeasure),
         Certifier(setup, protocol),
         provenance.trained(pair_cfg, spec.drafting, needs.draft_model) | warm_record(spec.drafter, pair),
         provenance.trained_weights(spec.drafter),

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from specbench.models.gguf_writer import check_writable, write_gguf
+from specbench.system.errors import UserError
 from specbench.system.files import lock_folder, make_folder
 from specbench.system.paths import cache_folder
 
@@ -73,16 +74,20 @@ def as_part(drafter: Drafter, name: str) -> Path:
     """The folder of what a drafter drafts with, in the form that serving engines read.
 
     Args:
-        drafter: that has such a form.
+        drafter: whose `export` writes that into a new folder.
         name: of the folder.
 
     Raises:
-        UserError: It has none.
+        UserError: It has no such form.
     """
+    if (export := getattr(drafter, "export", None)) is None:
+        raise UserError(
+            f"{type(drafter).__name__} has nothing to export; engines read supported parts as they are"
+        )
     root = make_folder(cache_folder() / "export")
     with tempfile.TemporaryDirectory(dir=root) as scratch:
         written = Path(scratch) / name
-        drafter.export(written)
+        export(written)
         digest = hashlib.sha256()
         for path in sorted(written.iterdir()):
             digest.update(path.read_bytes())

@@ -65,7 +65,10 @@ WRAPPED = "drafter"  # of a drafter around another one: that one's configuration
 # decoding.verification: how drafts are verified. The last one is lossy: a control that the certificate must find.
 TOKEN, BLOCK, TYPICAL = "token", "block", "typical"
 CONSTANT, ADAPTIVE, GOODPUT = "constant", "adaptive", "goodput"  # decoding.draft_length
-LEARNS = ("memory", "run")  # the setting, and its value, of a drafter that goes on with what it has learnt
+MEMORY, LASTING = (
+    "memory",
+    "run",
+)  # the setting of a drafter that learns, and its value where that outlives an answer
 
 
 def parameters(group: Mapping) -> dict:

@@ -407,11 +407,7 @@ def test_typical_acceptance_keeps_no_token_that_was_not_drafted():
     assert accept(logits, draft, SamplingParams(9, verification="typical"), None).count.tolist() == [1]
 
 
-def test_a_draft_chosen_on_the_host_keeps_what_else_it_says():
-    def report(logits):
-        return logits.argmax(-1)
-
-    cpu, others = torch.device("cpu"), {"stats": {"hits": 1}, "bytes_read": 8, "report": report}
-    draft = Draft.of([[5, 3], [7]], cpu, **others)
-    assert (draft.stats, draft.bytes_read, draft.report) == ({"hits": 1}, 8, report)
-    assert draft.tokens.tolist() == [[5, 3], [7, 0]] and Draft.of([[5]], cpu).stats == {}
+def test_a_draft_chosen_on_the_host_is_as_wide_as_its_longest():
+    draft = Draft.of([[5, 3], [7]], torch.device("cpu"))
+    assert draft.tokens.tolist() == [[5, 3], [7, 0]] and draft.candidates.tolist() == [2, 1]
+    assert Draft.of([[5]], torch.device("cpu")).candidates is None

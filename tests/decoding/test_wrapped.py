@@ -12,7 +12,7 @@ class Inner(Drafter):
     """Notes what it is asked to do."""
 
     needs = Needs(draft_model=True, batching=False)
-    taps, siblings, deterministic, max_draft_tokens, max_nodes, exclusive = (2,), 3, True, 5, 9, True
+    taps, siblings, deterministic, max_draft_tokens, max_nodes, extra_cores = (2,), 3, True, 5, 9, 1
 
     def __init__(self):
         self.asked: list[tuple] = []

@@ -55,8 +55,8 @@ FAULTS = (
         "a draft model counts masks as tokens that it has seen",
         "caches",
         "methods/pard/drafter.py",
-        "                self._fed[slot] = length\n",
-        "                self._fed[slot] = length + 1\n",
+        "        self._drafted = min(self._drafted, 1)\n",
+        "",
         ("tests/methods/test_pard.py",),
     ),
     Fault(

@@ -294,7 +294,7 @@ def only_whole(clock, seconds, around):
 
 def test_an_arm_that_must_not_be_cut_alternates_by_answers(workplace, tmp_path, monkeypatch):
     assert measured(workplace, "pld", tmp_path, "task=rag")[1]["slice_seconds"] == 0.05
-    monkeypatch.setattr(Drafter, "exclusive", True)
+    monkeypatch.setattr(Drafter, "extra_cores", 1)
     monkeypatch.setattr(conductor, "Interleaver", only_whole)
     assert measured(workplace, "pld", tmp_path, "task=qa")[1]["slice_seconds"] is None
 

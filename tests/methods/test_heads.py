@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -66,9 +68,10 @@ def test_among_candidates_it_chooses_as_where_no_other_token_is_possible(kept, t
     candidates = torch.stack([torch.randperm(head.rows)[:6].sort().values for _ in range(200)])
     scores = torch.randn(200, 6).round()  # several are equally likely
     alone = torch.full((200, head.rows), -torch.inf).scatter(1, candidates, scores)
-    decoding, uniforms = SamplingParams(1, temperature), torch.rand(200) if temperature else None
-    tokens, probs = head.choose(scores, decoding, uniforms, candidates)
-    others, other_probs = head.choose(alone, decoding, uniforms)
+    uniforms = torch.rand(200) if temperature else None
+    batch = SimpleNamespace(decoding=SamplingParams(1, temperature), draws=lambda place: uniforms)
+    tokens, probs = head.choose(scores, batch, 0, candidates)
+    others, other_probs = head.choose(alone, batch, 0)
     assert torch.equal(tokens, others) and len(tokens.unique()) > 5
     torch.testing.assert_close(probs, other_probs)
 

@@ -4,6 +4,7 @@ would load it, and proved lossless with every method; and the traps that publish
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -189,9 +190,11 @@ def test_padded_rows_are_never_drafted(name, tmp_path):
     drafter = SpeculativeSampling(pair, 4)
     assert head(normed).argmax() >= pair.vocab_size
     logits = drafter.head.logits(normed)
-    token, _ = drafter.head.choose(logits, SamplingParams(1), None)
+    greedy = SimpleNamespace(decoding=SamplingParams(1), draws=lambda place: None)
+    drawn = SimpleNamespace(decoding=SamplingParams(1, 1.0), draws=lambda place: torch.tensor([0.5]))
+    token, _ = drafter.head.choose(logits, greedy, 0)
     assert logits.shape[-1] == pair.vocab_size == 260 and token < 260
-    _, probs = drafter.head.choose(logits, SamplingParams(1, 1.0), torch.tensor([0.5]))
+    _, probs = drafter.head.choose(logits, drawn, 0)
     assert drafter.head.spread([probs]).shape == (1, 1, pair.target.config.vocab_size)
 
 

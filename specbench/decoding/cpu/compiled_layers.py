@@ -45,7 +45,7 @@ OPTIONS = {"cpp.threads": 1, "cpp_wrapper": True, "size_asserts": False, "alignm
 TRACING = threading.Lock()  # of a process, only one trace may be under way: what attends in it is registered
 CALL = threading.local()  # what the layer works on that is being called
 # By everything that a trace depends on; what was raised where there is none.
-_FUNCTIONS: dict[tuple, Traced | Exception] = {}
+_FUNCTIONS: dict[tuple, Traced | str] = {}  # or why there is none
 
 
 class Traced(NamedTuple):
@@ -141,7 +141,9 @@ class CompiledLayer(torch.nn.Module):
         b, n, _ = states[0].shape
         panels, entries, index = self._of_kernels(attention, b, n)
         torch.ops.specbench.set_layer.default(panels, entries, index, CALL.mask, attention.scale or 1.0)
-        return function([*states, *arguments.get("position_embeddings", ()), *self._tensors])[0]
+        # Compiled code does not look at strides: of wider states, or buffers, it would read other rows.
+        inputs = [part.contiguous() for part in (*states, *arguments.get("position_embeddings", ()))]
+        return function([*inputs, *self._tensors])[0]
 
     def _of_kernels(
         self, attention: Attention, b: int, n: int
@@ -162,18 +164,24 @@ class CompiledLayer(torch.nn.Module):
         self._compiled[key] = None
         try:
             traced = self._shared(key, states, arguments)
+            if isinstance(traced, str):
+                return self._uncompiled(traced, states, arguments)
             compiled = traced.function, self._attention(traced, expected)
             output = self._call(*compiled, states, arguments)
         except Exception as error:  # noqa: BLE001 - whatever a family's layer or the compiler meets
-            _warn_once(f"{type(self.layer).__name__} is not compiled: {_reason(error)}")
-            error.__traceback__ = None  # it is kept, and its frames hold the cache
-            return expected
+            return self._uncompiled(_reason(error), states, arguments)
+        if output.shape != expected.shape:
+            return self._uncompiled(f"it would give {list(output.shape)}", states, arguments)
         apart = (output - expected).abs().max() / expected.abs().max()
-        if output.shape != expected.shape or not apart <= TOLERANCE[output.dtype]:
-            _warn_once(f"{type(self.layer).__name__} is not compiled: its states would be {apart:.1g} off")
-            return expected
+        if not apart <= TOLERANCE[output.dtype]:
+            return self._uncompiled(f"its states would be {apart:.1g} off", states, arguments)
         self._compiled[key] = compiled
         return output
+
+    def _uncompiled(self, why: str, states: Tensors, arguments: dict[str, Any]) -> torch.Tensor:
+        """The pass as it is; once more, since the cache has the compiled layer's keys and values."""
+        _warn_once(f"{type(self.layer).__name__} is not compiled: {why}")
+        return self.layer(*states, **arguments)
 
     def _attention(self, traced: Traced, like: torch.Tensor) -> Attention:
         """How this layer attends where a layer like it was traced."""
@@ -184,8 +192,8 @@ class CompiledLayer(torch.nn.Module):
         scale = options.get("scaling") if has_own else None
         return Attention(module, module.layer_idx, _attention_functions()[name], options, scale)
 
-    def _shared(self, key: Key, states: Tensors, arguments: dict[str, Any]) -> Traced:
-        """The function of this layer, shared with all that a trace cannot tell from it."""
+    def _shared(self, key: Key, states: Tensors, arguments: dict[str, Any]) -> Traced | str:
+        """The function of this layer, shared with all that a trace cannot tell from it; or why there is none."""
         if any(part._forward_hooks or part._forward_pre_hooks for part in self.layer.modules()):
             raise TraceError("it has hooks")
         angles = arguments.get("position_embeddings", ())
@@ -195,13 +203,9 @@ class CompiledLayer(torch.nn.Module):
             if signature not in _FUNCTIONS:
                 try:
                     _FUNCTIONS[signature] = self._trace(states, angles, arguments)
-                except Exception as error:
-                    _FUNCTIONS[signature] = error
-                    raise
-            traced = _FUNCTIONS[signature]
-        if isinstance(traced, Exception):
-            raise traced
-        return traced
+                except Exception as error:  # noqa: BLE001 - as in `_first`
+                    _FUNCTIONS[signature] = _reason(error)  # in words: its frames hold the cache
+            return _FUNCTIONS[signature]
 
     def _trace(self, states: Tensors, angles: Tensors, arguments: dict[str, Any]) -> Traced:
         """Traces and compiles the layer."""

@@ -57,8 +57,13 @@ def load() -> tuple[list[str], str | None]:
     reasons = []
     # First what is compiled already: a compiler that fails would do so in every process.
     folder = cache_folder() / KERNELS
-    libraries = [(command, folder / f"{_digest(command)}.so") for command in _compilers()]
-    for command, library in sorted(libraries, key=lambda one: not one[1].exists()):
+    libraries = []
+    for command in _compilers():
+        try:
+            libraries.append((command, folder / f"{_digest(command)}.so"))
+        except OSError as error:  # it is there, but cannot be run
+            reasons.append(one_line(error))
+    for command, library in sorted(libraries, key=lambda one: not os.path.exists(one[1])):
         try:
             torch.ops.load_library(str(_compiled(command, library)))
         except UserError as error:
@@ -132,7 +137,8 @@ def _digest(compiler: list[str]) -> str:
     """Names all that a library depends on: the sources, the compiler, the processor and the version of torch."""
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=False).stdout
     parts = [version, torch.__version__, " ".join([*compiler[1:], *FLAGS]), processor()]
-    parts += [path.read_text(encoding="utf-8") for path in sorted(SOURCES.iterdir())]
+    sources = [*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")]
+    parts += [path.read_text(encoding="utf-8") for path in sorted(sources)]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
@@ -160,6 +166,10 @@ def _compile(compiler: list[str], library: Path) -> None:
                 line for line in done.stderr.splitlines() if "error" in line
             ] or done.stderr.splitlines()
             raise UserError(f"kernels cannot be compiled: {(errors or ['no reason was printed'])[0]}")
+        with part.open("rb") as file:
+            os.fsync(
+                file.fileno()
+            )  # a library that a power cut shortens would be there, and never made again
         os.replace(part, library)
     except subprocess.TimeoutExpired as error:
         raise UserError(f"kernels cannot be compiled within {SECONDS} s") from error

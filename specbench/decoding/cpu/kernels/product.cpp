@@ -2,7 +2,8 @@
 //
 // The matrix lies in panels of PANEL rows. Within a panel a vector of each row follows that of the row before, so that
 // memory is read from its first byte to its last. An output is one chain of sums over the columns, LANES of them side
-// by side, whatever is computed beside it: other tokens, other rows, other threads.
+// by side, whatever is computed beside it: other tokens, other rows, other threads. Of bfloat16 a sum takes two columns
+// at once where the processor has instructions for that (AVX512_BF16).
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
@@ -31,19 +32,23 @@ constexpr int64_t AHEAD = 8192;      // bytes between what is read and what is f
 constexpr int64_t NEAR = 1024;       // the same of the L1 cache
 constexpr int64_t THREAD = 1 << 16;  // numbers of a matrix that are worth a thread
 
+// Whether a matrix of type W is multiplied in pairs of columns, as they lie in the words of a block.
+template <class W>
+constexpr bool PAIRS = HAS_DOTS && sizeof(W) == 2;
+
 template <class W>
 inline const char* bytes(const W* weights) { return reinterpret_cast<const char*>(weights); }
 
-// The outputs [P, T, PANEL], filled up to a multiple of four, of T tokens, whose states lie `stride` floats apart, and of
-// P panels of `size` numbers each, which lie `apart` numbers from one another. Meanwhile it fetches F lines in each step,
+// The outputs [P, T, PANEL], filled up to a multiple of four, of T tokens, whose states (floats, or words of pairs) lie
+// `stride` numbers apart, and of P panels of `size` numbers each, which lie `apart` numbers from one another. Meanwhile it fetches F lines in each step,
 // from `fetched` on, and as many for each other panel. Not inlined: its registers would be spilled.
 template <int T, int P, int F, class W>
 [[gnu::noinline]] void sums(const W* weights, int64_t size, int64_t apart, const char* fetched, const float* states,
                             int64_t stride, float* outputs) {
-  constexpr int V = VECTORS<W>, COUNT = P * T * PANEL;
+  constexpr int V = PAIRS<W> ? 1 : VECTORS<W>, COUNT = P * T * PANEL;
   Floats total[(COUNT + 3) / 4 * 4] = {};
   for (const W* end = weights + size; weights < end; fetched += F * LINE) {
-    UNROLLED for (int block = 0; block < BLOCKS; block++, weights += PANEL * BLOCK<W>, states += BLOCK<W>) {
+    UNROLLED for (int block = 0; block < BLOCKS; block++, weights += PANEL * BLOCK<W>, states += V * LANES) {
       UNROLLED for (int line = block; line < LINES; line += BLOCKS) {
         for (int p = 0; p < P && line < F; p++) __builtin_prefetch(fetched + p * apart * sizeof(W) + line * LINE, 0, 2);
         if (P == 1) __builtin_prefetch(bytes(weights) + NEAR + line / BLOCKS * LINE);
@@ -53,10 +58,11 @@ template <int T, int P, int F, class W>
         for (int t = 0; t < T; t++) state[t] = in_register(load<Floats>(states + t * stride + v * LANES));
         for (int p = 0; p < P; p++)
           for (int r = 0; r < PANEL; r++) {
-            Floats weight = in_register(load_vector(weights + p * apart + r * BLOCK<W>, v));
+            const W* block = weights + p * apart + r * BLOCK<W>;
+            Floats weight = in_register(PAIRS<W> ? load<Floats>(block) : load_vector(block, v));
             for (int t = 0; t < T; t++) {
               Floats& sum = total[(p * T + t) * PANEL + r];
-              sum = fma(weight, state[t], sum);
+              sum = PAIRS<W> ? dot(weight, state[t], sum) : fma(weight, state[t], sum);
             }
           }
       }
@@ -145,6 +151,17 @@ const uint16_t* words(const at::Tensor& tensor) {
   return reinterpret_cast<const uint16_t*>(tensor.const_data_ptr<c10::BFloat16>());
 }
 
+// States [tokens, columns] in bfloat16 as words of two, in the order of a panel's blocks, `stride` words a token.
+at::Tensor paired(const at::Tensor& states, int64_t tokens, int64_t columns, int64_t stride) {
+  at::Tensor filled = filled_up<c10::BFloat16>(states, tokens, columns, 2 * stride);
+  at::Tensor pairs = at::empty({tokens, stride}, states.options().dtype(at::kFloat));
+  const uint16_t* from = words(filled);
+  float* to = pairs.mutable_data_ptr<float>();
+  for (const float* end = to + tokens * stride; to < end; from += 2 * LANES, to += LANES)
+    store(to, (Floats)pairs_of(from, from + LANES));
+  return pairs;
+}
+
 bool in_tiles(at::ScalarType type) { return type == at::kBFloat16 && specbench::has_tiles(); }
 
 // Rows of a panel, and numbers of which a row has a multiple.
@@ -179,13 +196,15 @@ at::Tensor specbench::product(const at::Tensor& states, const at::Tensor& panels
                  reinterpret_cast<uint16_t*>(outputs.mutable_data_ptr<c10::BFloat16>()));
     return outputs;
   }
-  at::Tensor floats = filled_up<float>(states, tokens, columns, stride);
-  const float* from = floats.const_data_ptr<float>();
+  const bool pairs = PAIRS<uint16_t> && type == at::kBFloat16;
+  const int64_t between = pairs ? stride / 2 : stride;
+  at::Tensor numbers = pairs ? paired(states, tokens, columns, between) : filled_up<float>(states, tokens, columns, between);
+  const float* from = numbers.const_data_ptr<float>();
   if (type == at::kFloat)
-    multiply(panels.const_data_ptr<float>(), panels.size(0), size, from, stride, tokens, added, rows,
+    multiply(panels.const_data_ptr<float>(), panels.size(0), size, from, between, tokens, added, rows,
              outputs.mutable_data_ptr<float>());
   else
-    multiply(words(panels), panels.size(0), size, from, stride, tokens, added, rows,
+    multiply(words(panels), panels.size(0), size, from, between, tokens, added, rows,
              outputs.mutable_data_ptr<c10::BFloat16>());
   return outputs;
 }

@@ -71,6 +71,15 @@ inline Floats fma(Floats a, Floats b, Floats c) {
 #endif
 }
 
+// a * b + c of two numbers in bfloat16 in each word of a and b, where the processor has an instruction for that.
+#if defined(__AVX512BF16__)
+constexpr bool HAS_DOTS = true;
+inline Floats dot(Floats a, Floats b, Floats c) { return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b); }
+#else
+constexpr bool HAS_DOTS = false;
+inline Floats dot(Floats, Floats, Floats c) { return c; }
+#endif
+
 template <int QUAD>
 inline Quad quad(Floats vector) {
   constexpr int first = 4 * QUAD;
@@ -115,6 +124,12 @@ inline Floats load_vector(const float* block, int) { return load<Floats>(block);
 inline Floats load_vector(const uint16_t* block, int vector) {
   Words pairs = load<Words>(block);
   return (Floats)(vector == 0 ? pairs << 16 : pairs & 0xffff0000u);
+}
+
+// The words of a block of bfloat16, from the numbers of its first and of its second vector.
+inline Words pairs_of(const uint16_t* low, const uint16_t* high) {
+  typedef uint16_t Halves __attribute__((vector_size(LANES * sizeof(uint16_t))));
+  return __builtin_convertvector(load<Halves>(low), Words) | __builtin_convertvector(load<Halves>(high), Words) << 16;
 }
 
 template <class T>
