@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 from rich.table import Table
 
 from specbench.config.checks import check_sources
-from specbench.config.compose import positional, with_hydra
+from specbench.config.compose import program
 from specbench.measure.metrics.engine import SURPRISE
 from specbench.measure.metrics.metrics import VERDICTS
 from specbench.report.cells import console
-from specbench.system.errors import UserError, one_line_errors
+from specbench.system.errors import UserError
 from specbench.system.files import write_json
 from specbench.system.settings import Count, NotNegative, Range, check_all
 
@@ -180,14 +180,8 @@ def _departures(arms: list[Arm]) -> list[str]:
     return lines
 
 
-@one_line_errors()
-def main() -> int:
-    """Does what the command line says; returns the exit code."""
-    usage = "specbench audit FILE pair=NAME [plain=FILE key=value ...]"
-    sys.argv[1:] = positional("answers", sys.argv[1:], usage)
-    codes: list[int] = []
-    stopped = with_hydra("audit", one_line_errors()(lambda cfg: codes.append(audit(cfg))))
-    return stopped or max(codes, default=1)
+USAGE = "specbench audit FILE pair=NAME [plain=FILE key=value ...]"
+main = program("audit", audit, goes_on=False, named=("answers", USAGE))
 
 
 if __name__ == "__main__":

@@ -7,9 +7,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from specbench.config.checks import check
-from specbench.config.compose import with_hydra
+from specbench.config.compose import program
 from specbench.config.spec import QUESTION, make_drafter
-from specbench.system.errors import UserError, one_line_errors
+from specbench.system.errors import UserError
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -57,12 +57,7 @@ def _in_words(base: Counts) -> str:
     return f"{base.rounds} rounds, acceptance by place of the draft {by_place or 'none'}{controls}"
 
 
-@one_line_errors()
-def main() -> int:
-    """Does what the command line says; returns the exit code."""
-    codes: list[int] = []
-    stopped = with_hydra("bench", one_line_errors()(lambda cfg: codes.append(examine(cfg))))
-    return stopped or max(codes, default=1)
+main = program("bench", examine, goes_on=False)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from specbench.config.checks import check_sources
-from specbench.config.compose import positional, with_hydra
-from specbench.system.errors import one_line_errors
+from specbench.config.compose import program
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -36,12 +35,8 @@ def fetch(cfg: DictConfig) -> None:
         print(f"{what}: {folder or fetch_files(name, pair.get(f'{what}_revision'), pair.gated)}")
 
 
-@one_line_errors()
-def main() -> int:
-    """Does what the command line says; returns the exit code."""
-    usage = "specbench fetch PAIR [key=value ...], such as specbench fetch smollm2-135m"
-    sys.argv[1:] = positional("pair", sys.argv[1:], usage)
-    return with_hydra("fetch", one_line_errors()(fetch), goes_on=True)
+USAGE = "specbench fetch PAIR [key=value ...], such as specbench fetch smollm2-135m"
+main = program("fetch", fetch, named=("pair", USAGE))
 
 
 if __name__ == "__main__":

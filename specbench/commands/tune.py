@@ -25,12 +25,12 @@ from specbench import THREAD_VARIABLES
 from specbench.commands.run import run, run_locally
 from specbench.commands.sweep import Job
 from specbench.config.checks import check
-from specbench.config.compose import with_hydra
+from specbench.config.compose import program
 from specbench.data.questions import SPEC_BENCH, WARMUP, questions_sha256
 from specbench.measure.records import run_folder as store
 from specbench.measure.records.source import method_sha256, source_sha256
 from specbench.system import settings as values
-from specbench.system.errors import UserError, import_optional, one_line_errors
+from specbench.system.errors import UserError, import_optional
 from specbench.system.files import lock_folder, make_folder
 
 if TYPE_CHECKING:
@@ -40,46 +40,39 @@ OWN = ("search", "trials")  # keys that a run does not have
 RUN, REASON = "run_dir", "reason"  # what Optuna keeps of a trial beside settings and score
 
 
-class Tuner:
-    """What Hydra calls with the configuration. failed: how many trials of the study did."""
-
-    failed = 0
-
-    @one_line_errors()  # here already: Hydra would say more
-    def __call__(self, cfg: DictConfig) -> None:
-        """Runs trials until the study has as many as are asked for."""
-        values.check("trials", cfg.trials, values.Count)
-        optuna = import_optional("optuna", "tune")
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
-        overrides = list(HydraConfig.get().overrides.task)
-        space = {key: distribution(optuna, key, bounds) for key, bounds in searched(cfg.search)}
-        base = trial_config(overrides)
-        if base.run_dir is not None:
-            raise UserError(
-                "run_dir is the folder of one run, and each trial has its own: set runs_root instead"
-            )
-        folder = study_folder(base, str(space))
-        with lock_folder(folder, "tuned"):
-            began_with = own_settings(base, space)
-            study = open_study(optuna, folder, began_with)
-            while (number := len(ended(study))) < cfg.trials:
-                # Not the same seed for a study that goes on: it would draw the same settings again.
-                seed = (cfg.seed + len(study.trials)) % 2**32  # more bits NumPy does not take
-                study.sampler = optuna.samplers.TPESampler(seed=seed)
-                trial = study.ask(space)
-                chosen = [*as_overrides(trial.params), *threads_of_first(base, study, folder)]
-                job = Job(chosen, trial_config([*overrides, *chosen]))
-                job.cfg.runs_root = str(folder)
-                print(f"trial {number + 1} of {cfg.trials}: {' '.join(job.overrides)}", flush=True)
-                run([job], run_locally, folder)
-                speedup, reason = score(job)
-                trial.set_user_attr(RUN, job.run_dir and job.run_dir.name)
-                trial.set_user_attr(REASON, reason)
-                study.tell(trial, speedup, optuna.trial.TrialState.FAIL if speedup is None else None)
-            measured = [o for o in overrides if not is_own(o)] + threads_of_first(base, study, folder)
-            if not any(o.startswith("settings=") for o in measured):
-                measured.append(f"settings={cfg.settings}")  # a run alone would have the tuned ones
-            self.failed = report(study, folder, measured, began_with.keys() == space.keys())
+def tune(cfg: DictConfig) -> int:
+    """Runs trials until the study has as many as are asked for; returns 1 where one of them failed."""
+    values.check("trials", cfg.trials, values.Count)
+    optuna = import_optional("optuna", "tune")
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    overrides = list(HydraConfig.get().overrides.task)
+    space = {key: distribution(optuna, key, bounds) for key, bounds in searched(cfg.search)}
+    base = trial_config(overrides)
+    if base.run_dir is not None:
+        raise UserError("run_dir is the folder of one run, and each trial has its own: set runs_root instead")
+    folder = study_folder(base, str(space))
+    with lock_folder(folder, "tuned"):
+        began_with = own_settings(base, space)
+        study = open_study(optuna, folder, began_with)
+        while (number := len(ended(study))) < cfg.trials:
+            # Not the same seed for a study that goes on: it would draw the same settings again.
+            seed = (cfg.seed + len(study.trials)) % 2**32  # more bits NumPy does not take
+            study.sampler = optuna.samplers.TPESampler(seed=seed)
+            trial = study.ask(space)
+            chosen = [*as_overrides(trial.params), *threads_of_first(base, study, folder)]
+            job = Job(chosen, trial_config([*overrides, *chosen]))
+            job.cfg.runs_root = str(folder)
+            print(f"trial {number + 1} of {cfg.trials}: {' '.join(job.overrides)}", flush=True)
+            run([job], run_locally, folder)
+            speedup, reason = score(job)
+            trial.set_user_attr(RUN, job.run_dir and job.run_dir.name)
+            trial.set_user_attr(REASON, reason)
+            study.tell(trial, speedup, optuna.trial.TrialState.FAIL if speedup is None else None)
+        measured = [o for o in overrides if not is_own(o)] + threads_of_first(base, study, folder)
+        if not any(o.startswith("settings=") for o in measured):
+            measured.append(f"settings={cfg.settings}")  # a run alone would have the tuned ones
+        failed = report(study, folder, measured, began_with.keys() == space.keys())
+    return min(failed, 1)
 
 
 # -- a trial
@@ -270,11 +263,7 @@ def report(study: Any, folder: Path, overrides: list[str], began_with_own: bool)
     return len(trials) - len(scored)
 
 
-@one_line_errors()
-def main() -> int:
-    """Runs the study of the command line until it has as many trials as asked for; returns the exit code."""
-    tuner = Tuner()
-    return with_hydra("tune", tuner, goes_on=True) or min(tuner.failed, 1)
+main = program("tune", tune)
 
 
 if __name__ == "__main__":

@@ -119,7 +119,7 @@ def check(cfg: DictConfig) -> RunSpec:
     load_questions(cfg.data, cfg.task)
     warmup_questions(cfg.data)
     if cfg.pair.init == "pretrained":
-        warn_of_world(cfg.data.name, cfg.pair_file.name)
+        warn_of_world(cfg.data.name.removesuffix("_warmup"), cfg.pair_file.name)
     check_warm(spec.drafter, cfg.data, cfg.task)
     with open_dict(cfg):
         # What another engine drafts with is in its words: neither published nor tuned here.

@@ -11,7 +11,7 @@ import re
 import sys
 import tempfile
 from contextlib import nullcontext
-from functools import lru_cache
+from functools import lru_cache, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -453,14 +453,34 @@ def with_hydra(config_name: str, task: Callable[[DictConfig], object], goes_on: 
 
 
 def program(
-    config_name: str, task: Callable[[DictConfig], object], goes_on: bool = True
+    config_name: str,
+    task: Callable[[DictConfig], object],
+    goes_on: bool = True,
+    named: tuple[str, str] | None = None,
 ) -> Callable[[], int]:
-    """The `main` of a module: `with_hydra`, which says in one line what its user did wrong."""
+    """The `main` of a module: `with_hydra`, which says in one line what its user did wrong.
+
+    Args:
+        config_name: as in `with_hydra`.
+        task: likewise; a number that it returns is the exit code.
+        goes_on: likewise.
+        named: a key whose value the command line gives without it, and the usage, as in `positional`.
+    """
 
     @one_line_errors()
     def main() -> int:
         """Does what the command line says; returns the exit code."""
-        return with_hydra(config_name, one_line_errors()(task), goes_on)
+        if named is not None:
+            sys.argv[1:] = positional(named[0], sys.argv[1:], named[1])
+        codes = [0]
+
+        @wraps(task)  # Hydra names the job by what is wrapped
+        @one_line_errors()
+        def counted(cfg: DictConfig) -> None:
+            if isinstance(code := task(cfg), int):
+                codes.append(code)
+
+        return with_hydra(config_name, counted, goes_on) or max(codes)
 
     return main
 
