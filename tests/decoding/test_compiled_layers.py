@@ -115,18 +115,39 @@ def test_the_cache_of_a_pass_is_given_back_before_the_next_one_is_made():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("in_front", [False, True])
 @torch.inference_mode()
-def test_a_fault_in_a_compiled_layer_is_found_by_its_first_pass(monkeypatch, capfd):
+def test_a_fault_in_a_compiled_layer_is_found_by_its_first_pass(monkeypatch, capfd, in_front):
+    """One in front of the projections leaves wrong keys and values in the cache."""
     compiled_layers._warn_once.cache_clear()
     with torch.inference_mode(False):
         target, ids = compiled("llama"), torch.randint(3, 60, (1, PROMPT + TOKENS))
     call = compiled_layers.CompiledLayer._call
-    monkeypatch.setattr(
-        compiled_layers.CompiledLayer, "_call", lambda layer, *arguments: 1.01 * call(layer, *arguments)
-    )
+
+    def faulty(layer, function, attention, states, arguments):
+        if in_front:
+            return call(layer, function, attention, [some + some.roll(1, -1) for some in states], arguments)
+        return 1.01 * call(layer, function, attention, states, arguments)
+
+    monkeypatch.setattr(compiled_layers.CompiledLayer, "_call", faulty)
     torch.testing.assert_close(logits_of(target, ids)["chain"], logits_of(plain(target), ids)["chain"])
-    assert "is not compiled: its states would be 0.01 off" in capfd.readouterr().err
+    said = "its states would be " if in_front else "its states would be 0.01 off"
+    assert f"is not compiled: {said}" in capfd.readouterr().err
     assert not target.stack.is_compiled
+
+
+@torch.inference_mode()
+def test_states_that_do_not_follow_one_another_are_read_as_they_are():
+    """Such as part of what S2D keeps for several sequences."""
+    with torch.inference_mode(False):
+        target, ids = compiled("llama"), torch.randint(3, 60, (1, PROMPT + TOKENS))
+    logits_of(target, ids)
+    wide = torch.randn(2, 7, target.hidden_size)
+    found = [
+        target.run_layers(states, target.new_cache(64, slots=2), 0)
+        for states in (wide[:, 2:5], wide[:, 2:5].contiguous())
+    ]
+    assert target.stack.is_compiled and torch.equal(*found)
 
 
 @pytest.mark.slow

@@ -80,10 +80,20 @@ def test_kernels_start_as_many_threads_as_torch_computes_with(tmp_path, monkeypa
 @needs_kernels
 @pytest.mark.nightly
 @pytest.mark.process
-def test_a_processor_with_tiles_has_the_kernels_of_others_too(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("without", "tiles"), [("-mno-amx-tile -mno-amx-bf16", True), ("-mno-avx512bf16", False)]
+)
+def test_a_processor_with_instructions_for_bfloat16_has_the_kernels_of_others_too(
+    without, tiles, tmp_path, monkeypatch
+):
     """Both compute the same products, to rounding."""
-    if not native.has_tiles(torch.device("cpu"), torch.bfloat16):
-        pytest.skip("this processor has no AMX")
+    has = (
+        native.has_tiles(torch.device("cpu"), torch.bfloat16)
+        if tiles
+        else torch.cpu._is_avx512_bf16_supported()
+    )
+    if not has:
+        pytest.skip("this processor has no AMX" if tiles else "it does not multiply bfloat16 in pairs")
     code = """if True:
         import sys, torch
         from specbench.decoding.cpu.native import has_tiles
@@ -93,13 +103,14 @@ def test_a_processor_with_tiles_has_the_kernels_of_others_too(tmp_path, monkeypa
         torch.save(panels.times(states, None), sys.argv[1])
         print(has_tiles(torch.device("cpu"), torch.bfloat16))
     """
-    outputs = []
-    for flags, tiles in [("", "True"), (" -mno-amx-tile -mno-amx-bf16", "False")]:
+    outputs, said = [], []
+    for flags in ("", f" {without}"):
         monkeypatch.setenv("CXX", "g++" + flags)
-        path = tmp_path / tiles
-        assert subprocess.check_output([sys.executable, "-c", code, path], text=True).strip() == tiles
+        path = tmp_path / f"{len(outputs)}.pt"
+        said.append(subprocess.check_output([sys.executable, "-c", code, path], text=True).strip())
         outputs.append(torch.load(path))
     torch.testing.assert_close(*outputs)
+    assert said == ["True", "False"] if tiles else said[0] == said[1]
 
 
 @needs_kernels
@@ -282,6 +293,20 @@ def test_another_source_compiler_or_torch_is_another_library(tmp_path, monkeypat
     monkeypatch.setattr(torch, "__version__", "0")
     digests.add(native._digest(["/bin/true"]))
     assert len(digests) == 4
+
+
+def test_a_compiler_that_cannot_be_run_is_told_in_words(tmp_path, monkeypatch):
+    """Such as one of another architecture. What an editor leaves beside the sources is no source."""
+    broken = tmp_path / "c++"
+    broken.write_bytes(b"\x7fELF")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    monkeypatch.delenv(native.SWITCH, raising=False)
+    found, reason = native.load.__wrapped__()
+    assert found == [] and "OSError" in reason and "c++" in reason
+    (tmp_path / ".product.cpp.swp").write_bytes(b"\xff\x00")
+    monkeypatch.setattr(native, "SOURCES", tmp_path)
+    assert len(native._digest(["/bin/true"])) == 16
 
 
 def test_an_old_compiler_is_refused_by_its_version():
