@@ -116,6 +116,11 @@ def of_console(words: list[str]) -> tuple[str, list[str]] | None:
         return None
     if name in COMPOSED:
         return COMPOSED[name], rest
+    if name == "train" and rest[:1] in (
+        ["NAME"],
+        ["ahead"],
+    ):  # a placeholder, and the trainer of a page's own example
+        return None
     if name == "train" and rest and rest[0] in cli.trainers():
         return f"train_{rest[0]}", rest[1:]
     if name in cli.COMMANDS and name != "train":
@@ -159,8 +164,9 @@ def check_command(words: list[str]) -> None:
     if overrides and overrides[-1] == "...":
         overrides = overrides[:-1]
     overrides = [override for override in overrides if not re.search(r"=(\.\.\.|FOLDER|NAME)$", override)]
-    # Left out: placeholders, and the method of a page's own example.
-    overrides = [override for override in overrides if override != "method=bigram"]
+    # Left out: placeholders, and methods of pages' own examples.
+    own = re.compile(r"method=(bigram|ahead)$|pair\.parts\.ahead=")
+    overrides = [override for override in overrides if not own.match(override)]
     with initialize_config_dir(str(CONF), version_base="1.3"):
         jobs = as_jobs([*of_preset(overrides), *overrides])
         launched = any(override.startswith("hydra") for override in overrides)

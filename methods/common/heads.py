@@ -58,9 +58,9 @@ class DraftHead:
         if not isinstance(head, torch.nn.Linear) or type(head.weight) is not torch.nn.Parameter:
             raise UserError("a head with quantised weights cannot be trimmed: set vocab=full")
         # A copy, where drafters are: the rows of a tied embedding stay whole, and the head may lie on another GPU.
-        kept = token_ids.to(head.weight.device)
-        bias = None if head.bias is None else head.bias[kept].to(model.device)
-        self.trimmed = packed_linear(head.weight[kept].to(model.device), bias)
+        rows = token_ids.to(head.weight.device)
+        bias = None if head.bias is None else head.bias[rows].to(model.device)
+        self.trimmed = packed_linear(head.weight[rows].to(model.device), bias)
         self.bytes = weight_bytes(model.norm) + weight_bytes(self.trimmed)
 
     @property

@@ -54,7 +54,7 @@ def _models(cfg: DictConfig) -> Iterator[tuple[str, Path]]:
 
 def _part(cfg: DictConfig) -> Iterator[tuple[str, Path]]:
     """What a method drafts with."""
-    spec = check(cfg)
+    spec = check(cfg, asks=False)
     from specbench.models.export import as_part  # late, as above
     from specbench.models.pairs import load_pair, pair_for
 

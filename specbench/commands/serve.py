@@ -30,7 +30,7 @@ def serve(cfg: DictConfig) -> None:
         UserError: The configuration cannot be served, or the port is taken.
     """
     check_all(cfg, SETTINGS)
-    spec = check(cfg)
+    spec = check(cfg, asks=False)
     if spec.engine is not None or spec.unit != QUESTION or spec.needs.reference_answer:
         raise UserError("serve takes one drafter of this project, one answer at a time, such as method=sps")
     try:

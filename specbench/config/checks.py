@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from specbench.config.compose import EMBEDDED, benchmark_of, check_pair_keys, compose_arguments, own_error
+from specbench.config.compose import (
+    EMBEDDED,
+    benchmark_of,
+    check_pair_keys,
+    compose_arguments,
+    group_file,
+    own_error,
+)
 from specbench.config.engine_settings import check_read
 from specbench.config.parts import check_part
 from specbench.config.spec import RunSpec, unit_of
@@ -88,8 +95,12 @@ KEYS = {
 
 
 @file_errors()
-def check(cfg: DictConfig) -> RunSpec:
+def check(cfg: DictConfig, asks: bool = True) -> RunSpec:
     """Resolves the configuration, which then holds `settings_source`, what the method's settings are: see `tuned`.
+
+    Args:
+        cfg: The configuration.
+        asks: Whether the questions of its data will be asked.
 
     Returns:
         The run that it is of.
@@ -118,8 +129,8 @@ def check(cfg: DictConfig) -> RunSpec:
         expand.check(cfg.pair, spec.needs.draft_of(cfg.pair))
     load_questions(cfg.data, cfg.task)
     warmup_questions(cfg.data)
-    if cfg.pair.init == "pretrained":
-        warn_of_world(cfg.data.name.removesuffix("_warmup"), cfg.pair_file.name)
+    if asks and cfg.pair.init == "pretrained" and cfg.data.path in embedded_files():
+        warn_of_world(cfg.pair_file.name)
     check_warm(spec.drafter, cfg.data, cfg.task)
     with open_dict(cfg):
         # What another engine drafts with is in its words: neither published nor tuned here.
@@ -131,10 +142,16 @@ def check(cfg: DictConfig) -> RunSpec:
     return spec
 
 
+def embedded_files() -> tuple[str, str]:
+    """The questions of the embedded models' world, and those to warm up with, as a configuration names them."""
+    data = group_file("data", EMBEDDED)
+    return data["path"], data["warmup"]
+
+
 @cache  # once for all jobs of a sweep
-def warn_of_world(data: str, pair: str) -> None:
+def warn_of_world(pair: str) -> None:
     """Warns where other models than the embedded ones are asked about the world that only these know."""
-    if data == EMBEDDED != benchmark_of(pair):
+    if benchmark_of(pair) != EMBEDDED:
         warn(
             f"data={EMBEDDED} asks about the invented world of the embedded models, of which pair={pair} knows "
             "nothing: set data=spec_bench, or your own questions"

@@ -35,8 +35,8 @@ from specbench.system.errors import UserError, one_line_errors, suggest
 NO_KEY = re.compile(r"Could not override '([\w.]+)'")  # as Hydra says it
 PART = re.compile(r"\bpair\.parts\.(\w+)")  # as a YAML reads one
 AMBIGUOUS = re.compile(r"Ambiguous value for argument '(.*)'")  # as Hydra says it
-# Configurations with a method, whose `check` refuses parts that nothing reads.
 EMBEDDED = "tiny"  # the pair that the embedded family begins with, and its questions
+# Configurations with a method, whose `check` refuses parts that nothing reads.
 OF_METHODS = ("bench", "tune", "serve", "export_part")
 NOT_COMPOSED = (HydraException, OmegaConfBaseException, yaml.YAMLError)
 

@@ -82,7 +82,7 @@ class RunSpec:
             return False
         named = self.engine.get("draft") or self._in_its_words.get("model")
         is_other = named is not None and named not in self.drafter.values()
-        return is_other or pkgutil.resolve_name(self.engine["_target_"]).module is None
+        return is_other or getattr(pkgutil.resolve_name(self.engine["_target_"]), "module", None) is None
 
     @property
     def drafting(self) -> dict[str, Any]:

@@ -51,9 +51,9 @@ def report(runs: list[Run], left_out: list[SkippedRun], out: Path, first: list[T
     decided = decision.decisions(runs)
     every = [*map(decision.decision_table, decided), *side_by_side, *published]
     notes = [*remarks.notes(runs), *differing_training(run.summary for run in runs)]
-    said = [*compare.faulty(runs), *notes]
+    warnings = [*compare.faulty(runs), *notes]
     for file, mark, form in (("tables.md", ">", formats.markdown), ("tables.tex", "%", formats.latex)):
-        parts = [*(f"{mark} {line}\n" for line in said), *map(form, every)]
+        parts = [*(f"{mark} {line}\n" for line in warnings), *map(form, every)]
         (out / file).write_text("\n".join(parts), encoding="utf-8")
     summary_frame(runs).to_csv(out / "runs.csv", index=False)
     images = plots.save(drawn, out / "plots")

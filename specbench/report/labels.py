@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 NAMED = 3
 DRAFT = "draft"  # the draft model of a pair, as a setting
+UNKNOWN_VERSION = "unknown"  # of an engine that somebody else started
 VOCAB_MAP, VOCAB_SIZE = TRIMMING  # the one tells of the other
 # What else than method and settings runs can differ in, and how a label says it.
 DIFFERING = {
@@ -104,10 +105,11 @@ def varied_settings(summaries: Iterable[Mapping]) -> list[dict]:
     for summary, settings, pair in zip(summaries, every, pair_names(summaries)):
         method = method_label(summary)
         base = first.setdefault((method, pair), dict(settings))
-        told = {DRAFT} & settings.keys()  # older runs do not tell it
-        base |= {key: settings[key] for key in told - base.keys()}
-        differing = {k for k in base.keys() | settings.keys() if base.get(k) != settings.get(k)} - {DRAFT}
-        differing |= {key for key in told if base[key] != settings[key]}
+        if DRAFT in settings:
+            base.setdefault(DRAFT, settings[DRAFT])
+        differing = {k for k in base.keys() | settings.keys() if base.get(k) != settings.get(k)}
+        if DRAFT not in settings:
+            differing.discard(DRAFT)  # which older runs do not tell
         if VOCAB_SIZE in differing:
             differing.discard(VOCAB_MAP)
         varied.setdefault(method, set()).update(differing)
@@ -213,9 +215,10 @@ def of_engine(summary: Mapping) -> dict[str, str | None]:
     engine = summary.get("engine")
     if not engine:
         return {"engine_name": None, "engine_plain": None}
+    known = [] if engine["version"] == UNKNOWN_VERSION else [engine["version"]]
     return {
         "engine_name": engine["name"],
-        "engine_plain": ", ".join([engine["version"], *as_text(engine["plain"])]),
+        "engine_plain": ", ".join([*known, *as_text(engine["plain"])]) or None,
     }
 
 

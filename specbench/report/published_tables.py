@@ -38,8 +38,8 @@ def _by_task(rows: list[Published]) -> Table:
     for of_row in table_rows.values():
         one = next(iter(of_row.values()))
         *origin, source = _origin(one)
-        said = "; ".join(dict.fromkeys([source, *(row.note for row in of_row.values() if row.note)]))
-        table.add_row(one.method, *(_cell(of_row.get(task)) for task in (*TASKS, OVERALL)), *origin, said)
+        text = "; ".join(dict.fromkeys([source, *(row.note for row in of_row.values() if row.note)]))
+        table.add_row(one.method, *(_cell(of_row.get(task)) for task in (*TASKS, OVERALL)), *origin, text)
     return table
 
 

@@ -137,7 +137,7 @@ def settings_line(summary: dict) -> str:
     """What the settings of a run are; nothing where it is not known, as of older runs, or there are none."""
     source, published = summary.get("settings_source"), summary.get("settings_published") or {}
     if source == "changed":
-        chosen = summary["settings"] | _beside_settings(summary)
+        chosen = summary["settings"] | beside_settings(summary)
         changes = [
             f"{key}={_plain(chosen.get(key))} (published {_plain(value)})"
             for key, value in published.items()
@@ -149,7 +149,7 @@ def settings_line(summary: dict) -> str:
     return "published settings" if source == "published" else ""
 
 
-def _beside_settings(summary: dict) -> dict:
+def beside_settings(summary: dict) -> dict:
     """What counts as a setting beside those of a method: the rule of draft lengths, and the vocabulary."""
     of_drafter = {key.removeprefix("drafter."): value for key, value in summary["settings"].items()}
     return {

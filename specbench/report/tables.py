@@ -177,7 +177,8 @@ def _changes(summary: dict) -> str:
     """The settings that a command line changed, as it has them; empty where it changed none."""
     if summary.get("settings_source") != CHANGED:
         return ""
-    return ", ".join(as_text({key: summary["settings"].get(key) for key in summary["settings_published"]}))
+    chosen = summary["settings"] | remarks.beside_settings(summary)
+    return ", ".join(as_text({key: chosen.get(key) for key in summary["settings_published"]}))
 
 
 def grid_tables(summaries: Iterable[dict]) -> list[Table]:

@@ -236,7 +236,7 @@ def test_a_launcher_without_a_sweep_is_told_what_is_missing():
     ("words", "warned"),
     [
         (["pair=llama-3.2-1b"], True),
-        (["pair=llama-3.2-1b", "data=spec_bench", "data.path=specbench/tiny/questions.jsonl"], False),
+        (["pair=llama-3.2-1b", "data.path=specbench/warmup.jsonl"], False),
         (["pair=llama-3.2-1b", "pair.init=random"], False),
         (["pair=tiny_wide"], False),
     ],

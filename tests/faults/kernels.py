@@ -23,8 +23,8 @@ FAULTS = (
         "two tokens are summed in another order than one",
         "kernels",
         f"{D}/cpu/kernels/product.cpp",
-        "sum = fma(weight, state[t], sum);",
-        "sum = T == 2 ? weight * state[t] + sum : fma(weight, state[t], sum);",
+        ": fma(weight, state[t], sum);",
+        ": (T == 2 ? weight * state[t] + sum : fma(weight, state[t], sum));",
         ("tests/decoding/test_native.py",),
     ),
     Fault(
@@ -55,8 +55,8 @@ FAULTS = (
         "whether a compiled layer gives the layer's states is not looked at",
         "kernels",
         f"{D}/cpu/compiled_layers.py",
-        "if output.shape != expected.shape or not apart <= TOLERANCE[output.dtype]:",
-        "if output.shape != expected.shape:",
+        "if not apart <= TOLERANCE[output.dtype]:",
+        "if False:",
         ("tests/decoding/test_compiled_layers.py",),
     ),
     Fault(

@@ -72,13 +72,12 @@ def test_without_generate(workplace, tmp_path):
 
 
 def test_another_engines_own_files_are_told_by_name_and_checksum():
-    """As is the pair's draft model, but where somebody else runs the engine."""
-    needs, pair = Needs(draft_model=True), DictConfig({"draft": "models/draft"})
-    ours, loads, served = (
-        SimpleNamespace(spec=SimpleNamespace(needs=needs), served=served)
-        for served in (None, SimpleNamespace(is_ours=True), SimpleNamespace(is_ours=False))
+    """As is the pair's draft model, but where an engine has weights of its own."""
+    pair = DictConfig({"draft": "models/draft"})
+    loads, brings = (
+        SimpleNamespace(spec=SimpleNamespace(needs=needs)) for needs in (Needs(draft_model=True), Needs())
     )
-    for setup, draft in ((ours, "models/draft"), (loads, "models/draft"), (served, None)):
+    for setup, draft in ((loads, "models/draft"), (brings, None)):
         assert models(setup, pair, {}) == {"engine_target": None, "draft": draft}
     files = {
         f"engine.{name}": {"source": f"/m/{name}.gguf", "files": {f"{name}.gguf": digit * 64}}

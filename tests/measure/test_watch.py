@@ -176,10 +176,10 @@ def test_a_process_that_burns_a_core_is_seen_unless_it_is_a_child():
         ({"throttled": 0.4}, 1, ["the CPU quota stopped this process for 20% of the time"]),
         ({"throttled": 4.0}, 1, ["the CPU quota stopped this process for 100% of the time"]),
         (
-            {"stolen": 0.1, "waited": 1.0},
+            {"stolen": 0.2, "waited": 1.0},
             4,
             [
-                "the hypervisor took the cores away for 5% of the time",
+                "the hypervisor took the cores away for 10% of the time",
                 "4 threads share 2 cores",
                 "4 threads share a CPU quota of 2.5 cores",
             ],

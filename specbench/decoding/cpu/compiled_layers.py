@@ -44,8 +44,8 @@ OPTIONS = {"cpp.threads": 1, "cpp_wrapper": True, "size_asserts": False, "alignm
 
 TRACING = threading.Lock()  # of a process, only one trace may be under way: what attends in it is registered
 CALL = threading.local()  # what the layer works on that is being called
-# By everything that a trace depends on; what was raised where there is none.
-_FUNCTIONS: dict[tuple, Traced | str] = {}  # or why there is none
+# By everything that a trace depends on; or why there is none.
+_FUNCTIONS: dict[tuple, Traced | str] = {}
 
 
 class Traced(NamedTuple):

@@ -103,7 +103,9 @@ def machine_key(device: torch.device) -> str:
         f"{threads} thread{'s' if threads > 1 else ''}",
         f"torch {torch.__version__}",
     ]
-    return ", ".join(parts + ([torch.cuda.get_device_name(device)] if device.type == "cuda" else []))
+    if device.type == "cuda":  # older figures are of a part of the buffer, which its cache held
+        parts += [torch.cuda.get_device_name(device), f"sums over {GPU_BYTES >> 20} MiB"]
+    return ", ".join(parts)
 
 
 def below(figures: Figures, best: Figures) -> Figures:

@@ -47,8 +47,9 @@ template <class W>
 inline const char* bytes(const W* weights) { return reinterpret_cast<const char*>(weights); }
 
 // The outputs [P, T, PANEL], filled up to a multiple of four, of T tokens, whose states (floats, or words of pairs) lie
-// `stride` numbers apart, and of P panels of `size` numbers each, which lie `apart` numbers from one another. Meanwhile it fetches F lines in each step,
-// from `fetched` on, and as many for each other panel. Not inlined: its registers would be spilled.
+// `stride` numbers apart, and of P panels of `size` numbers each, which lie `apart` numbers from one another. Meanwhile
+// it fetches F lines in each step, from `fetched` on, and as many for each other panel. Not inlined: its registers would
+// be spilled.
 template <int T, int P, int F, class W>
 [[gnu::noinline]] void sums(const W* weights, int64_t size, int64_t apart, const char* fetched, const float* states,
                             int64_t stride, float* outputs) {
@@ -205,7 +206,8 @@ at::Tensor specbench::product(const at::Tensor& states, const at::Tensor& panels
   }
   const bool pairs = PAIRS<uint16_t> && type == at::kBFloat16;
   const int64_t between = pairs ? stride / 2 : stride;
-  at::Tensor numbers = pairs ? paired(states, tokens, columns, between) : filled_up<float>(states, tokens, columns, between);
+  at::Tensor numbers =
+      pairs ? paired(states, tokens, columns, between) : filled_up<float>(states, tokens, columns, between);
   const float* from = numbers.const_data_ptr<float>();
   if (type == at::kFloat)
     multiply(panels.const_data_ptr<float>(), panels.size(0), size, from, between, tokens, added, rows,
