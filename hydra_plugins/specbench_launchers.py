@@ -199,7 +199,9 @@ class Ray(SweepLauncher):
             try:
                 while True:
                     busy = {node for _, node in running.values()}
-                    idle = [node for node in _nodes(ray) if node["NodeID"] not in busy | lost]
+                    free = [node for node in _nodes(ray) if node["NodeID"] not in busy]
+                    # On one that lost a job only where there is no other.
+                    idle = [node for node in free if node["NodeID"] not in lost] or ([] if running else free)
                     for node, run_dir in zip(idle, left):
                         reference = task.options(**_whole(ray, node)).remote(run_dir, *run_locally)
                         running[reference] = run_dir, node["NodeID"]

@@ -25,7 +25,7 @@ from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.state import Request
 from specbench.models.names import answer_facts
 from specbench.models.pairs import Pair, load_pair
-from specbench.system.errors import UserError
+from specbench.system.errors import UserError, file_errors
 from specbench.system.files import (
     check_settings,
     lock_file,
@@ -122,6 +122,7 @@ def write(cfg: DictConfig, out: Path, done: int) -> None:
     # Once: in a second epoch, greedy answers would come again, among them those that trainers hold out.
     texts = islice(conversations(cfg, epochs=1, needs_answers=False), done, None)
     with (
+        file_errors(writing=out),
         out.open("a", encoding="utf-8") as file,
         tqdm(total=cfg.count, initial=done, unit="conversation") as bar,
     ):

@@ -16,7 +16,7 @@ from methods.common.counted_trees import Counted, likeliest, most_frequent
 from methods.common.suffix_array import READ, Index, Interval, suffix_array
 from methods.vocab_trim.vocab_map import tokenizer_checksum
 from specbench.data.training import DATASTORE
-from specbench.system.errors import UserError
+from specbench.system.errors import UserError, file_errors
 from specbench.system.files import file_sha256, make_folder
 from specbench.system.paths import packaged
 
@@ -67,17 +67,21 @@ def save_datastore(folder: str | Path, rows: Iterable[Sequence[int]], pair: Pair
     tokens = np.concatenate(arrays).astype(kind)  # concatenated in the machine's own order of bytes
     positions = suffix_array(tokens)
     folder = make_folder(Path(folder))
-    tokens.tofile(folder / TOKENS)
-    positions.tofile(folder / PLACES)
-    record = {
-        "tokens": len(tokens) - len(arrays) // 2,
-        "rows": len(arrays) // 2,
-        "tokenizer": tokenizer_checksum(pair.tokenizer),
-        "types": [tokens.dtype.str, positions.dtype.str],
-        "sha256": {name: file_sha256(folder / name) for name in (TOKENS, PLACES)},
-        **facts,
-    }
-    (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    with file_errors(writing=folder):
+        (folder / RECORD).unlink(
+            missing_ok=True
+        )  # of another datastore: what is cut short must not look like it
+        tokens.tofile(folder / TOKENS)
+        positions.tofile(folder / PLACES)
+        record = {
+            "tokens": len(tokens) - len(arrays) // 2,
+            "rows": len(arrays) // 2,
+            "tokenizer": tokenizer_checksum(pair.tokenizer),
+            "types": [tokens.dtype.str, positions.dtype.str],
+            "sha256": {name: file_sha256(folder / name) for name in (TOKENS, PLACES)},
+            **facts,
+        }
+        (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return folder
 
 

@@ -85,6 +85,18 @@ class Talk:
         return self.dropped is None and self.messages[-1].get("complete", True)
 
 
+def question_of(text: str, has_ended: bool, ending: str) -> str | None:
+    """The question in what a target wrote as a user; None where it does not end.
+
+    Args:
+        text: that it wrote.
+        has_ended: whether a stop token ended it, of which a target may have written an answer before.
+        ending: what follows a user's turn, where that is text alone; empty where it begins with a special token.
+    """
+    question, ended, _ = text.partition(ending) if ending else (text, "", "")
+    return question.strip() if ended or has_ended else None
+
+
 class Writer:
     """Writes pools of conversations.
 
@@ -167,13 +179,12 @@ class Writer:
                 continue
             # Decoded as one text, so that the space between them stays.
             text = self.pair.decode(self.pair.encode(talk.opening) + ids)
-            if ids[-1] not in stop_ids:  # some templates end a user's turn with text alone
-                words = self.pair.decode(ending).strip()
-                if not words or words not in text:
-                    talk.dropped = "question without an end"
-                    continue
-                text = text.partition(words)[0]
-            self._question(talk, text.strip(), ids)
+            words = "" if {*ending[:1]} & special.keys() else self.pair.decode(ending).strip()
+            question = question_of(text, ids[-1] in stop_ids, words)
+            if question is None:
+                talk.dropped = "question without an end"
+            else:
+                self._question(talk, question, ids)
 
     def _question(self, talk: Talk, text: str, ids: list[int]) -> None:
         """Adds a question, or says why it is dropped."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,10 @@ if TYPE_CHECKING:
 
 # A text of fewer words says little: it is found as a whole message alone, and as an answer not at all.
 WORDS = 8
+SIGNS = (
+    "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"  # of Chinese and Japanese, which have no spaces
+)
+WORD = re.compile(rf"[{SIGNS}]|[^\W{SIGNS}]+")
 # The setting that names the text of a drafter's memory, and the name of that text's record among those of what a
 # drafter saw. A run refuses such a text where it holds a question: it needs no record of what it was cleared of.
 WARM = "warm"
@@ -145,5 +150,5 @@ def stages(record: Mapping) -> list[Mapping]:
 
 
 def words_of(text: str) -> tuple[str, ...]:
-    """The words of a text in lower case, without punctuation."""
-    return tuple(re.findall(r"\w+", text.lower()))
+    """The words of a text in lower case, without punctuation; each sign of a script without spaces is one."""
+    return tuple(WORD.findall(unicodedata.normalize("NFKC", text).lower()))

@@ -161,7 +161,11 @@ def _open(fields: dict, number: int, file: str, placeholder: str | None, where: 
             f"{where}: a placeholder instead of the question: its text may not be passed on; let the benchmark's own "
             "script prepare the file, then give its folder as data.path"
         )
-    return Question(identifier, category, turns, None, category)
+    reference = fields.get(
+        "reference"
+    )  # in whatever form: it is not asked, but drafters must not have seen it
+    answers = [reference] if isinstance(reference, str) else reference
+    return Question(identifier, category, turns, answers if isinstance(answers, list) else None, category)
 
 
 def _is_id(value: object) -> bool:

@@ -77,13 +77,14 @@ def kinds_of(cfg: Mapping) -> list[Kind]:
     Raises:
         UserError: there is none, a setting is wrong, or a template has a field that nothing fills.
     """
-    kinds = [Kind.of(name, settings) for name, settings in cfg.items()]
+    kinds = [Kind.of(name, settings) for name, settings in cfg.items() if settings is not None]
+    kinds = [kind for kind in kinds if kind.share]
+    fields = [*FIELDS, *(kind.name for kind in kinds)]
     for kind in kinds:
         for name in (name for template in kind.templates for name in FIELD.findall(template)):
-            if name not in (*FIELDS, *cfg):
-                hint = suggest(name, [*FIELDS, *cfg])
+            if name not in fields:
+                hint = suggest(name, fields)
                 raise UserError(f"a template of kinds.{kind.name} has the field '{name}': {hint}")
-    kinds = [kind for kind in kinds if kind.share]
     if not kinds:
         raise UserError("kinds: none has a share above 0")
     return kinds

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 # Keys of a pair that its target's answers depend on.
 ANSWERING = (
-    *("target", "target_revision", "dtype"),
+    *("target", "target_revision", "target_shape", "init", "width", "dtype"),
     *("tokenizer", "chat_template", "template_kwargs", "stop_ids"),
 )
 

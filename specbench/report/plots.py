@@ -372,8 +372,8 @@ def break_even(summaries: Iterable[dict]) -> Figure | None:
         axes.set_xlim(sizes[0] / 1.5, sizes[-1] * 1.5)
         axes.set_title(name + cut, fontsize=8, loc="left")
     panels[0].set_ylabel("acceptance per draft token\nat which speedup = 1 (95 % interval)")
-    panels[-1].plot([], [], "^", color="grey", fillstyle="none", label=f"above {high:g}: not reached")
-    panels[-1].plot([], [], "v", color="grey", fillstyle="none", label=f"below {low:g}: at all measured")
+    panels[-1].plot([], [], "^", color="grey", fillstyle="none", label="not reached at any measured")
+    panels[-1].plot([], [], "v", color="grey", fillstyle="none", label="reached at all measured")
     _legend(panels[-1])
     return figure
 

@@ -272,3 +272,19 @@ def test_without_the_benchmark_the_way_out_is_named(workplace, tmp_path):
     more = ("avoid_benchmark=true", "data.path=/nowhere/question.jsonl")
     with pytest.raises(UserError, match=r"no file /nowhere/question\.jsonl; avoid_benchmark=false"):
         converse(settings(workplace, tmp_path / "talk.jsonl", *more))
+
+
+@pytest.mark.parametrize(
+    ("text", "has_ended", "ending", "question"),
+    [
+        ("Why? ", True, "", "Why?"),
+        ("Why is an assistant", False, "", None),  # a special token ends the turn, and none came
+        ("What is 3+4? ASSISTANT: 7.", True, "ASSISTANT:", "What is 3+4?"),
+        ("What is 3+4? ASSISTANT: it", False, "ASSISTANT:", "What is 3+4?"),
+        ("Why", False, "ASSISTANT:", None),
+        ("Why?", True, "ASSISTANT:", "Why?"),
+    ],
+)
+def test_a_question_ends_where_the_users_turn_does(text, has_ended, ending, question):
+    """A target that ends its turn with text may go on to answer itself."""
+    assert command.question_of(text, has_ended, ending) == question

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from specbench.data.contamination import MeasuredTexts, Screen, uncleared_lines
+from specbench.data.contamination import MeasuredTexts, Screen, uncleared_lines, words_of
 from specbench.data.question_files import Question
 
 ASKED = "Which old river runs slowly past the town of nine bridges?"
@@ -54,3 +54,13 @@ def test_a_source_is_looked_through_once_by_all_that_read_it(monkeypatch):
     assert not screen.is_complete
     assert [number for number, _ in second] == [number for number, _ in first] == [3, 5]
     assert looked_at == texts and screen.left_out == {1, 4} and screen.is_complete
+
+
+def test_a_question_is_found_within_a_message_of_a_script_without_spaces():
+    asked = "法国的首都是哪里?"
+    measured = MeasuredTexts([Question(1, "qa", (asked,), None, "qa")])
+    assert measured.in_messages(talk(f"请回答: {asked}")) and not measured.in_messages(
+        talk("德国的首都是哪里?")
+    )
+    assert words_of("C\u0327a va-t-il, GPT4?") == ("ça", "va", "t", "il", "gpt4")
+    assert words_of("東京 2020") == ("東", "京", "2020")

@@ -344,3 +344,9 @@ def test_a_parquet_file_that_is_none_is_one_line(tmp_path):
 def test_a_schema_that_is_none_names_those_that_are(file):
     with pytest.raises(UserError, match="data.schema=turn: did you mean turns"):
         load_questions(data(file(line()), schema="turn"), ALL)
+
+
+def test_answers_beside_other_questions_are_kept_for_what_must_not_know_them(file):
+    path = file(line(1, reference=["so"]), line(2, reference="thus"), line(3, reference={"a": 1}), line(4))
+    found = [question.reference for question in load_questions(open_data(path), ALL)]
+    assert found == [["so"], ["thus"], None, None]

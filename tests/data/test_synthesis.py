@@ -37,9 +37,8 @@ def filters(**changed) -> Filters:
 
 
 def test_kinds_are_read_and_those_without_a_share_left_out():
-    kinds = kinds_of(
-        {"a": {"share": 2, "openings": [""]}, "b": {"share": 0, "templates": ["x"], "follow_up": 1}}
-    )
+    unused = {"share": 0, "templates": ["x {nothing}"], "follow_up": 1}
+    kinds = kinds_of({"a": {"share": 2, "openings": [""]}, "b": unused, "c": None})
     assert kinds == [Kind("a", 2, ("",), (), 0.0)]
 
 
@@ -51,6 +50,7 @@ def test_kinds_are_read_and_those_without_a_share_left_out():
         ({"a": {"share": 1, "opening": [""]}}, r"unknown key 'kinds\.a\.opening'.*openings"),
         ({"a": {"share": 1, "openings": [""], "follow_up": 2}}, r"kinds\.a\.follow_up .*2"),
         ({"a": {"share": 1, "templates": ["{txt}"]}}, r"kinds\.a has the field 'txt'.*text"),
+        ({"a": {"share": 1, "templates": ["{b}"]}, "b": {"share": 0, "openings": [""]}}, "the field 'b'"),
         ({"a": {"share": 0, "openings": [""]}}, "share above 0"),
     ],
 )

@@ -121,7 +121,7 @@ def test_the_plot():
     assert [found[4, 1].low, found[4, 1].high] in ends
     assert [label.get_text() for label in axes.get_xticklabels()] == ["1", "8"]
     said = [text.get_text() for text in axes.get_legend().get_texts()]
-    assert said[-2:] == ["above 0.8: not reached", "below 0.2: at all measured"]
+    assert said[-2:] == ["not reached at any measured", "reached at all measured"]
     assert plots.break_even([SUMMARY]) is None
 
 

@@ -90,6 +90,15 @@ def test_latex_says_what_the_table_says():
     assert r"speedup [95 \% interval]" in text and "all runs, over all their questions" in text
 
 
+def test_a_row_of_latex_begins_with_no_option():
+    """As `[` would be behind the end of the row before."""
+    table = Table("shape", "speedup")
+    table.add_row("[5, 1]", "1.0")
+    table.add_row("*", "[1.0]")
+    rows = [line for line in formats.latex(table).splitlines() if "&" in line]
+    assert rows[1:] == [r"{}[5, 1] & 1.0 \\\\", r"{}* & {}[1.0] \\\\"]
+
+
 def test_html_is_escaped():
     text = formats.html(nasty())
     assert "<script" not in text and text.count("&lt;script&gt;") == 6
