@@ -233,10 +233,12 @@ def warnings(runs: list[Run]) -> list[str]:
     return [*faulty(runs), *remarks.notes(runs), *differing_training(run.summary for run in runs)]
 
 
-def in_short(runs: list[Run], page: str) -> str:
+def in_short(runs: list[Run], page: str, with_names: bool = True) -> str:
     """What the warnings are about, and the page that has them in full; empty where there are none."""
-    kinds = "; ".join(remarks.kinds(warnings(runs)))
-    return f"**{kinds}: [in full]({page})**" if kinds else ""
+    kinds = remarks.kinds(warnings(runs))
+    if not with_names:
+        kinds = [*dict.fromkeys(kind.rpartition(": ")[2] for kind in kinds)]
+    return f"**{'; '.join(kinds)}: [in full]({page})**" if kinds else ""
 
 
 def measured_on(runs: list[Run]) -> str:
@@ -339,7 +341,7 @@ def method_pages(runs: list[Run], full: Page, root: Path, changed: Mapping[Path,
         methods = re.findall(r"`(\w+)`", text.partition("\n")[0])
         if shown := [run for run in runs if run.summary["method"] in methods]:
             table = body(tables.overview_table(run.summary for run in shown))
-            parts = measured_on(shown), table, in_short(shown, f"../results/{full.path.name}")
+            parts = measured_on(shown), table, in_short(shown, f"../results/{full.path.name}", False)
             written = formats.between(text, full.pair, "\n\n".join(filter(None, parts)))
             if written is not None:
                 pages[path] = written

@@ -234,7 +234,7 @@ def test_the_page_of_a_method_has_its_rows(figures, tmp_path):
     assert written.keys() == {"sps", "eagle"} and "changed" in written["sps"]
     assert "| 1.50 [" in written["sps"] and "| 1.60 [" not in written["sps"] and "old" not in written["sps"]
     assert "| 1.60 [" in written["eagle"] and "| 1.70 [" in written["eagle"]
-    assert "**sps: FAILED: [in full](../results/methods.md)**" in written["sps"]
+    assert "**FAILED: [in full](../results/methods.md)**" in written["sps"]
     assert "in full" not in written["eagle"]
 
 
