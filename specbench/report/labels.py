@@ -215,10 +215,10 @@ def of_engine(summary: Mapping) -> dict[str, str | None]:
     engine = summary.get("engine")
     if not engine:
         return {"engine_name": None, "engine_plain": None}
-    known = [] if engine["version"] == UNKNOWN_VERSION else [engine["version"]]
+    version = [] if engine["version"] == UNKNOWN_VERSION else [engine["version"]]
     return {
         "engine_name": engine["name"],
-        "engine_plain": ", ".join([*known, *as_text(engine["plain"])]) or None,
+        "engine_plain": ", ".join([*version, *as_text(engine["plain"])]) or None,
     }
 
 

@@ -109,7 +109,7 @@ class TestDialects:
             ("hangs", "silent"),
             ("pings", "silent"),
             ("cuts", "ended before the answer did"),
-            ("half", "no JSON"),
+            ("half", "not JSON"),
             ("tells", "out of memory"),
         ],
     )

@@ -91,7 +91,7 @@ def test_until_there_are_costs_drafts_are_of_one_length():
         ),
         (("method=mirror_sd", "decoding.draft_length=adaptive"), "drafts of one length"),
         (("method=ssd", "decoding.draft_length=goodput"), "drafts of one length"),
-        (("method=sps", "decoding.round_costs=[1.0,1.2]"), "is for decoding.draft_length=goodput"),
+        (("method=sps", "decoding.round_costs=[1.0,1.2]"), "needs decoding.draft_length=goodput"),
         (("method=sps", "decoding.draft_length=goodput", "decoding.round_costs=[1.0]"), "round_costs"),
     ],
 )

@@ -129,7 +129,7 @@ def test_shares_by_place_are_those_of_drafts_that_get_so_far(shares, rates):
 
 def test_a_length_with_least_variance():
     assert evenly(3.25, 4) == [1, 1, 0.25, 0] and evenly(1, 2) == [0, 0] and evenly(3, 2) == [1, 1]
-    with pytest.raises(UserError, match="from 1 to 4"):
+    with pytest.raises(UserError, match="must lie between 1 and 4"):
         evenly(4.5, 3)
     with pytest.raises(UserError, match="may not rise"):
         rates_by_place([0.4, 0.5], 2)

@@ -96,7 +96,7 @@ def test_a_row_of_latex_begins_with_no_option():
     table.add_row("[5, 1]", "1.0")
     table.add_row("*", "[1.0]")
     rows = [line for line in formats.latex(table).splitlines() if "&" in line]
-    assert rows[1:] == [r"{}[5, 1] & 1.0 \\\\", r"{}* & {}[1.0] \\\\"]
+    assert [row.removesuffix(r" \\") for row in rows[1:]] == ["{}[5, 1] & 1.0", "{}* & {}[1.0]"]
 
 
 def test_html_is_escaped():
