@@ -62,7 +62,7 @@ BLOCK = ["decoding=sample", "decoding.verification=block"]
         (["data.limit"], "'data.limit' is not key=value\n"),
         (["sps"], "'sps' is not key=value: did you mean method=sps?\n"),
         (["method=sps", "method=pld"], "method ... sps ... pld"),
-        (["method=ar", "hydra/launcher=ray"], "hydra/launcher ... -m"),
+        (["method=ar", "hydra/launcher=ray"], "hydra/launcher ... specbench sweep"),
     ],
 )  # fmt: skip
 def test_unknown_names(monkeypatch, capfd, arguments, message):

@@ -401,7 +401,7 @@ def test_the_command(tiny, tmp_path, monkeypatch, capfd):
     broken = [*tokens[:4], 5, *tokens[5:]]
     wrong.write_text(json.dumps({"prompt": prompt, "tokens": broken, "id": "b"}) + "\n")
     code, _, errors = run_audit(monkeypatch, capfd, f"{right}", "pair=tiny", f"again={right}")
-    assert code == 2 and "name plain=FILE, too" in errors
+    assert code == 2 and "name the first as plain=FILE" in errors
     again = [f"plain={right}", f"again={right}"]
     code, text, _ = run_audit(monkeypatch, capfd, f"{right}", "pair=tiny", *again)
     assert code == 0 and "1 of 1" not in text.splitlines()[3]
