@@ -293,9 +293,8 @@ def _exit_parts(target: StagedModel, model: StagedModel) -> tuple[Any, ...]:
     weight = head.weight[: model.vocab_size].to(device)
     bias = [] if head.bias is None else [head.bias[: model.vocab_size].to(device)]
     norm = copy.deepcopy(target.norm)
-    norm.__dict__.pop(
-        "forward", None
-    )  # accelerate's, of a target on several devices: it moves states to the old one
+    # Accelerate's, of a target on several devices: it moves states to the old one.
+    norm.__dict__.pop("forward", None)
     return norm.to(device), weight, *bias
 
 

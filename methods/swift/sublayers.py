@@ -97,9 +97,8 @@ def thinned(layer: torch.nn.Module, attention: bool, mlp: bool, mlp_gives_pair: 
     if attention and mlp:
         return _Unchanged()
     twin = copy.copy(layer)
-    twin.__dict__.pop(
-        "forward", None
-    )  # accelerate's, of a target on several devices: it runs the whole layer
+    # Accelerate's, of a target on several devices: it runs the whole layer.
+    twin.__dict__.pop("forward", None)
     left_out = {"self_attn": _Nothing(True)} if attention else {"mlp": _Nothing(mlp_gives_pair)}
     twin.__dict__.update(left_out)
     twin.__dict__["_modules"] = layer._modules | left_out

@@ -16,9 +16,8 @@ if TYPE_CHECKING:
 
 # A text of fewer words says little: it is found as a whole message alone, and as an answer not at all.
 WORDS = 8
-SIGNS = (
-    "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"  # of Chinese and Japanese, which have no spaces
-)
+# Signs of Chinese and Japanese, which have no spaces.
+SIGNS = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
 WORD = re.compile(rf"[{SIGNS}]|[^\W{SIGNS}]+")
 # The setting that names the text of a drafter's memory, and the name of that text's record among those of what a
 # drafter saw. A run refuses such a text where it holds a question: it needs no record of what it was cleared of.

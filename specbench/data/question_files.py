@@ -161,9 +161,8 @@ def _open(fields: dict, number: int, file: str, placeholder: str | None, where: 
             f"{where}: a placeholder instead of the question: its text may not be passed on; let the benchmark's own "
             "script prepare the file, then give its folder as data.path"
         )
-    reference = fields.get(
-        "reference"
-    )  # in whatever form: it is not asked, but drafters must not have seen it
+    # In whatever form: it is not asked, but drafters must not have seen it.
+    reference = fields.get("reference")
     answers = [reference] if isinstance(reference, str) else reference
     return Question(identifier, category, turns, answers if isinstance(answers, list) else None, category)
 

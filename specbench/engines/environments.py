@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -61,10 +62,16 @@ def program(name: str, install: Mapping, python: str | None, module: str) -> tup
     """
     path = interpreter(name, install) if python is None else Path(python)
     try:
-        done = subprocess.run([path, "-c", VERSION, module], capture_output=True, text=True, check=True)
+        return path, _version(path, module)
     except (OSError, subprocess.CalledProcessError) as error:
         raise UserError(f"engine {name}: {path} is no interpreter that has {module}") from error
-    return path, done.stdout.strip()
+
+
+@functools.cache
+def _version(python: Path, module: str) -> str:
+    """The distribution that has a module, with its version: kept, since a run's check and its engine both ask."""
+    done = subprocess.run([python, "-c", VERSION, module], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
 
 
 def make_environment(name: str, install: Mapping) -> Path:

@@ -195,9 +195,8 @@ class ServedEngine:
         A server that fails is started again, once for each answer.
         """
         server = self.servers[name]
-        with (
-            self._restarting
-        ):  # while it starts, its number of starts is not yet that of a server that answers
+        # While it starts, its number of starts is not yet that of a server that answers.
+        with self._restarting:
             starts = server.starts
         try:
             return self._timed(name, request, several)

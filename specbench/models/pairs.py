@@ -241,9 +241,8 @@ def load_pair(
 
     loaded = target.model(dtype, device, seed, cfg.device_map) if weights else None
     if loaded is not None and cfg.device_map is not None:
-        device = (
-            loaded.device
-        )  # where it begins, which the map chooses: the draft model and the tokens go there
+        # Where it begins, which the map chooses: the draft model and the tokens go there.
+        device = loaded.device
         prepare_device(device)
     target_model = target.without_weights() if loaded is None else loaded
     draft_model = draft.model(dtype, device, seed + 1, layers=cfg.draft_layers) if draft else None

@@ -67,7 +67,7 @@ def latex(table: Table) -> str:
 
 def _latex_cell(text: str, style: str) -> str:
     escaped = text.translate(LATEX)
-    if text.startswith(("[", "*")):  # behind the end of a row LaTeX would read it as an option
+    if text.startswith(("[", "*")):  # after the end of a row LaTeX would read it as an option
         escaped = f"{{}}{escaped}"
     return rf"\textbf{{{escaped}}}" if WRONG in style else escaped
 

@@ -65,10 +65,8 @@ WRAPPED = "drafter"  # of a drafter around another one: that one's configuration
 # decoding.verification: how drafts are verified. The last one is lossy: a control that the certificate must find.
 TOKEN, BLOCK, TYPICAL = "token", "block", "typical"
 CONSTANT, ADAPTIVE, GOODPUT = "constant", "adaptive", "goodput"  # decoding.draft_length
-MEMORY, LASTING = (
-    "memory",
-    "run",
-)  # the setting of a drafter that learns, and its value where that outlives an answer
+# The setting of a drafter that learns, and its value where that outlives an answer.
+MEMORY, LASTING = "memory", "run"
 
 
 def parameters(group: Mapping) -> dict:

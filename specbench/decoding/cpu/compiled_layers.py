@@ -165,7 +165,8 @@ class CompiledLayer(torch.nn.Module):
         try:
             traced = self._shared(key, states, arguments)
             if isinstance(traced, str):
-                return self._uncompiled(traced, states, arguments)
+                self._warn(traced)
+                return expected  # the cache is as the layer left it
             compiled = traced.function, self._attention(traced, expected)
             output = self._call(*compiled, states, arguments)
         except Exception as error:  # noqa: BLE001 - whatever a family's layer or the compiler meets
@@ -180,8 +181,11 @@ class CompiledLayer(torch.nn.Module):
 
     def _uncompiled(self, why: str, states: Tensors, arguments: dict[str, Any]) -> torch.Tensor:
         """The pass as it is; once more, since the cache has the compiled layer's keys and values."""
-        _warn_once(f"{type(self.layer).__name__} is not compiled: {why}")
+        self._warn(why)
         return self.layer(*states, **arguments)
+
+    def _warn(self, why: str) -> None:
+        _warn_once(f"{type(self.layer).__name__} is not compiled: {why}")
 
     def _attention(self, traced: Traced, like: torch.Tensor) -> Attention:
         """How this layer attends where a layer like it was traced."""

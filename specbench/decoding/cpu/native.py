@@ -167,9 +167,8 @@ def _compile(compiler: list[str], library: Path) -> None:
             ] or done.stderr.splitlines()
             raise UserError(f"kernels cannot be compiled: {(errors or ['no reason was printed'])[0]}")
         with part.open("rb") as file:
-            os.fsync(
-                file.fileno()
-            )  # a library that a power cut shortens would be there, and never made again
+            # A library that a power cut shortens would be there, and never made again.
+            os.fsync(file.fileno())
         os.replace(part, library)
     except subprocess.TimeoutExpired as error:
         raise UserError(f"kernels cannot be compiled within {SECONDS} s") from error
