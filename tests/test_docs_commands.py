@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from specbench import ROOT
 from specbench.commands import cli
-from specbench.config.checks import check_method
+from specbench.config.combinations import check_method
 from specbench.config.compose import CONF
 from specbench.system.errors import UserError
 from tests.support.conf import composed
@@ -116,10 +116,8 @@ def of_console(words: list[str]) -> tuple[str, list[str]] | None:
         return None
     if name in COMPOSED:
         return COMPOSED[name], rest
-    if name == "train" and rest[:1] in (
-        ["NAME"],
-        ["ahead"],
-    ):  # a placeholder, and the trainer of a page's own example
+    # A placeholder, and the trainer of a page's own example.
+    if name == "train" and rest[:1] in (["NAME"], ["ahead"]):
         return None
     if name == "train" and rest and rest[0] in cli.trainers():
         return f"train_{rest[0]}", rest[1:]

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import methods
-from specbench.config.checks import check_method
+from specbench.config.combinations import check_method
 from specbench.config.compose import CONF
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine

@@ -30,7 +30,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from specbench import CONF
 from specbench.models.expansion import layer_at
-from specbench.system.errors import UserError, one_line_errors, suggest
+from specbench.system.errors import UserError, one_line_errors, suggest, warn
 
 NO_KEY = re.compile(r"Could not override '([\w.]+)'")  # as Hydra says it
 PART = re.compile(r"\bpair\.parts\.(\w+)")  # as a YAML reads one
@@ -174,6 +174,16 @@ def own_conf() -> Path | None:
     """The folder `conf` of the working directory, where a user of the package keeps YAMLs of his own; None without."""
     folder = Path.cwd() / "conf"
     return folder if folder.is_dir() and folder != CONF else None
+
+
+@lru_cache(maxsize=16)  # once for all jobs of a command
+def warn_of_hidden(user_conf: Path) -> None:
+    """Warns of the user's YAMLs that nothing reads, as `CONF` has others of the same names."""
+    names = [path.relative_to(user_conf) for path in sorted(user_conf.rglob("*.yaml"))]
+    for name in names:
+        ours = CONF / name
+        if ours.is_file() and ours.read_bytes() != (user_conf / name).read_bytes():
+            warn(f"conf/{name} is not read: specbench brings a file of that name, so give yours another one")
 
 
 def is_group(key: str) -> bool:
@@ -398,6 +408,8 @@ def compose_arguments(config_name: str, overrides: list[str]) -> DictConfig:
         UserError: as `with_hydra`.
     """
     check_overrides(overrides)
+    if user_conf := own_conf():
+        warn_of_hidden(user_conf)
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
             return compose(config_name, [*overrides, *_own_searchpath()])
@@ -438,6 +450,7 @@ def with_hydra(config_name: str, task: Callable[[DictConfig], object], goes_on: 
         sys.argv[1:] = overrides = with_parts_added(overrides)
     if (user_conf := own_conf()) and "--config-dir" not in overrides:
         sys.argv[1:1] = ["--config-dir", str(user_conf)]
+        warn_of_hidden(user_conf)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing and leaving
     try:
         with tempfile.TemporaryDirectory() as scratch:

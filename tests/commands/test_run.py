@@ -13,6 +13,7 @@ import pytest
 
 from specbench.commands import run as bench
 from specbench.config import checks
+from specbench.config.combinations import check_method
 from specbench.measure import runner
 from specbench.measure.records import run_folder as store
 from specbench.system.errors import UserError
@@ -264,8 +265,8 @@ def test_a_target_that_is_no_method_is_one_line(monkeypatch, capfd, target):
 
 
 def test_values_on_the_borders_are_taken():
-    checks.check_method(composed("method.confidence_threshold=1", "method.max_draft_tokens=1"))
-    checks.check_method(composed("method=s2d", "method.thresholds=[0,1]", "method.exits=[2,4,6]"))
+    check_method(composed("method.confidence_threshold=1", "method.max_draft_tokens=1"))
+    check_method(composed("method=s2d", "method.thresholds=[0,1]", "method.exits=[2,4,6]"))
     checks.check_values(composed("seed=9223372036854775807", "decoding.temperature=1"))
 
 
@@ -307,9 +308,9 @@ def test_sampling_needs_a_method_that_can(monkeypatch):
     from specbench.decoding.drafter import Needs
 
     monkeypatch.setattr(PromptLookup, "needs", Needs(sampling=False))
-    checks.check_method(composed("method=pld"))
+    check_method(composed("method=pld"))
     with pytest.raises(UserError, match="pld .*sampl"):
-        checks.check_method(composed("method=pld", "decoding=sample"))
+        check_method(composed("method=pld", "decoding=sample"))
 
 
 def test_what_seems_like_a_refused_combination_is_taken():
@@ -320,11 +321,11 @@ def test_what_seems_like_a_refused_combination_is_taken():
         ["method=ragged", "drafter=oracle", "drafter.cost_of=swift"],
         ["method=samd", "method.auxiliary=sps", *BLOCK],
     ):
-        checks.check_method(composed(*overrides))
+        check_method(composed(*overrides))
 
 
 def test_part_given_by_hand():
-    checks.check_method(composed("pair.parts.kangaroo=null", "method.weights=/some/folder"))
+    check_method(composed("pair.parts.kangaroo=null", "method.weights=/some/folder"))
 
 
 # -- the child process

@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 from specbench.commands import run as bench
 from specbench.commands import tune
 from specbench.commands.sweep import Job
-from specbench.config import checks
+from specbench.config.combinations import check_method
 from specbench.config.compose import CONF
 from specbench.measure import runner
 from specbench.measure.records import run_folder as store
@@ -45,7 +45,7 @@ def test_every_search_varies_what_its_method_has(path):
                 key: among.choices[end] if hasattr(among, "choices") else (among.low, among.high)[end]
                 for key, among in space.items()
             }
-            checks.check_method(compose("bench", [f"method={path.stem}", *tune.as_overrides(ends)]))
+            check_method(compose("bench", [f"method={path.stem}", *tune.as_overrides(ends)]))
 
 
 @pytest.mark.parametrize("path", TUNED, ids=lambda path: f"{path.parent.name}-{path.stem}")

@@ -10,7 +10,8 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from specbench.config.checks import check, check_method, check_values, warn_of_world
+from specbench.config.checks import check, check_values, warn_of_world
+from specbench.config.combinations import check_method
 from specbench.config.compose import CONF, base_pair, check_overrides, check_pair_keys
 from specbench.data.question_files import TASKS
 from specbench.decoding.drafter import Drafter

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from specbench.config.checks import check_method
+from specbench.config.combinations import check_method
 from specbench.config.parts import check_part
 from specbench.data.training import CONDITIONS
 from specbench.decoding.drafter import Needs

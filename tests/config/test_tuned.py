@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 
 from specbench import CONF
 from specbench.config import checks
+from specbench.config.combinations import check_method, located
 from specbench.config.compose import compose_arguments, tuned_on
 from specbench.config.tuned import settings_source
 from specbench.measure.metrics import summary as metrics
@@ -71,7 +72,7 @@ def unlike_the_class(group, cls: type, own: set[str]) -> list[str]:
 @pytest.mark.parametrize("method", METHODS)
 def test_a_method_has_the_defaults_of_its_class(method):
     group = OmegaConf.to_container(conf.file_of("method", method))
-    cls = checks.located(OmegaConf.create(group), "method", object)
+    cls = located(OmegaConf.create(group), "method", object)
     assert unlike_the_class(group, cls, variant(method)) == []
     for key, value in parameters(group).items():  # each fault is found
         if not (isinstance(value, str) and value.startswith("${")) and key not in variant(method):
@@ -133,7 +134,7 @@ def test_a_pair_that_was_not_tuned_has_the_published_settings(method):
             f"method={method}", "pair=vicuna-7b", "pair.init=random", f"settings={settings}", *weights
         )
         OmegaConf.resolve(cfg)
-        spec = checks.check_method(cfg)
+        spec = check_method(cfg)
         assert (settings_source(spec, "vicuna-7b") or {"source": "published"})["source"] == "published"
         found.append((cfg.method, cfg.drafter))
     assert found[0] == found[1]
@@ -280,6 +281,22 @@ def test_the_summary_has_it():
             None,
             {},
         )
+
+
+def test_a_file_of_ones_own_that_is_not_read_is_told(tmp_path, monkeypatch, capsys):
+    """One of the same content does no harm, as in another checkout."""
+    for name, text in (
+        ("pld", "max_draft_tokens: 3\n"),
+        ("eagle", (CONF / "tuned/tiny/eagle.yaml").read_text()),
+    ):
+        file = tmp_path / f"conf/tuned/tiny/{name}.yaml"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        compose_arguments("bench", ["method=pld"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("warning: conf/tuned/tiny/pld.yaml is not read")
 
 
 @pytest.mark.slow

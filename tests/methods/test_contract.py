@@ -14,7 +14,7 @@ import methods
 from methods.eqspec import EqSpec
 from methods.exspec import ExSpec
 from methods.ragged import RaggedBatch
-from specbench.config.checks import check_method
+from specbench.config.combinations import check_method
 from specbench.config.compose import CONF
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel

@@ -16,7 +16,7 @@ from methods.ragged import RaggedBatch
 from methods.rest.datastore import FOLLOWERS, save_datastore
 from methods.samd import SAMDecoding, merged, repeated
 from methods.suffix import SuffixDecoding
-from specbench.config.checks import check_method
+from specbench.config.combinations import check_method
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel

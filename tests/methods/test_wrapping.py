@@ -7,7 +7,7 @@ import pytest
 from methods.oracle import Oracle
 from methods.s2d import SortedDraft
 from methods.samd import SAMDecoding
-from specbench.config.checks import check_method
+from specbench.config.combinations import check_method
 from specbench.config.spec import RunSpec
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
