@@ -122,7 +122,7 @@ class Oracle(WrappedDrafter):
     ):
         super().__init__(make_drafter(drafter, pair=pair, **_fixed(drafter, max_draft_tokens)))
         brings_its_own = not self.inner.needs.any_length  # such drafts are made out of the oracle's reach
-        if self.inner.max_nodes or self.inner.overlaps_verification or brings_its_own:
+        if self.inner.max_nodes or self.inner.overlaps_verification() or brings_its_own:
             raise UserError(f"the oracle proposes chains in turn with the target, which {cost_of} does not")
         self.max_draft_tokens = max_draft_tokens
         shares = acceptance if acceptance_length is None else evenly(acceptance_length, max_draft_tokens)

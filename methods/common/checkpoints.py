@@ -12,7 +12,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from specbench.decoding.cpu.packed_linear import pack_linears
-from specbench.decoding.model.anatomy import rotary_of
 from specbench.models.devices import place_weights
 from specbench.models.expansion import Sizes
 from specbench.models.model_source import fetch_small_files
@@ -21,6 +20,8 @@ from specbench.system.paths import packaged
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from transformers import PretrainedConfig
 
     from specbench.decoding.model.staged_model import StagedModel
     from specbench.models.expansion import Expansion
@@ -206,6 +207,13 @@ def attention_sizes(target: StagedModel) -> dict[str, Any]:
         "max_position_embeddings": config.max_position_embeddings,
         "rope_parameters": rotary_of(config),
     }
+
+
+def rotary_of(config: PretrainedConfig) -> dict[str, Any]:
+    """The rotary settings that a drafting layer takes over from its target; the usual ones where it has none."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    settings = {name: value for name, value in rope.items() if name != "partial_rotary_factor"}
+    return settings if "rope_theta" in settings else {"rope_type": "default", "rope_theta": 10000.0}
 
 
 def layer_sizes(target: StagedModel) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from torch import multiprocessing
 
 from methods.mirror_sd.brancher import SettledDraft
 from methods.mirror_sd.channel import Message, ProcessChannel, ThreadChannel, elapsed
-from specbench.decoding.model.graphs import CAPTURING, captures
+from specbench.decoding.model.graphs import CAPTURING, GraphRunner
 from specbench.decoding.trace import Clock
 from specbench.system.errors import JobError, one_line
 from specbench.system.processes import end_with_parent
@@ -202,11 +202,11 @@ class Remote:
         A thread may take as long as it needs to capture passes: compiled first, each shape takes minutes.
         """
         while True:
-            before = captures()
+            before = GraphRunner.captures_of_all
             try:
                 return self.channel.replies.take(self.handle.is_alive, timeout)
             except TimeoutError:
-                if captures() == before and not CAPTURING.locked():
+                if GraphRunner.captures_of_all == before and not CAPTURING.locked():
                     raise
 
     def _how(self) -> str:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from specbench.decoding.model.cost import weight_bytes
+from specbench.decoding.model.cost import Experts, weight_bytes
+from specbench.decoding.model.graphs import EagerRunner
 from specbench.system.errors import UserError
 
 if TYPE_CHECKING:
@@ -54,27 +55,33 @@ class Sublayers:
         # Whether a feed-forward part returns more than states: only a call shows it.
         self._mlp_gives_pair = [isinstance(layer.mlp(states), tuple) for layer in layers]
         # Of the attention and of the feed-forward part of each layer, routed experts apart.
-        routed = [0 if experts is None else experts.bytes for experts in target.experts]
         self._bytes = [
-            (weight_bytes(layer.self_attn), weight_bytes(layer.mlp) - apart)
-            for layer, apart in zip(layers, routed)
+            (weight_bytes(layer.self_attn), weight_bytes(layer.mlp) - experts.bytes)
+            for layer, experts in zip(layers, target.experts)
         ]
 
     def without(self, attention: Collection[int], mlp: Collection[int]) -> StagedModel:
-        """The target without some of them, as `StagedModel.with_layers` makes it.
+        """The target without some of them, for drafting. It shares weights and caches.
+
+        Its passes are neither captured nor widened, and its layers are not compiled.
 
         Args:
             attention: layers whose attention is left out.
             mlp: layers whose feed-forward part is left out.
         """
         target, layers, read = self.target, [], []
+        twin = copy.copy(target)
         for i, (layer, pair) in enumerate(zip(target.layers, self._mlp_gives_pair)):
             layers.append(thinned(layer, i in attention, i in mlp, pair))
             attention_bytes, mlp_bytes = self._bytes[i]
             left = target.layer_bytes[i] - (i in attention) * attention_bytes - (i in mlp) * mlp_bytes
             read.append(0 if i in attention and i in mlp else left)
-        experts = [None if i in mlp else some for i, some in enumerate(target.experts)]
-        return target.with_layers(layers, read, experts)
+        twin.runner, twin.fixed_shapes, twin.width, twin.padding = EagerRunner(), False, None, 0
+        twin.stack = copy.copy(target.stack)
+        twin.stack.layers, twin.stack.compiled = layers, None
+        twin.layer_bytes = read
+        twin.experts = [Experts(0, 1, 0) if i in mlp else some for i, some in enumerate(target.experts)]
+        return twin
 
 
 def check_parts(layer: torch.nn.Module) -> None:

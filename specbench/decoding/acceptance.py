@@ -19,20 +19,16 @@ Everything is for a batch of b sequences, without a loop over them or over the n
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from specbench.decoding.model.graphs import GraphRunner
 from specbench.decoding.sampling import ACCEPT, TARGET, SamplingParams, sample_inverse_cdf
-from specbench.decoding.state import Draft
-from specbench.decoding.tree import Tree
 from specbench.system.settings import BLOCK, TYPICAL
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from specbench.decoding.model.graphs import EagerRunner
+    from specbench.decoding.state import Draft
+    from specbench.decoding.tree import Tree
 
 THRESHOLD, ALPHA = 0.09, 0.3  # of typical acceptance, in the authors' code
 
@@ -51,53 +47,6 @@ class Accepted:
     count: torch.Tensor
     tokens: torch.Tensor
     path: torch.Tensor | None = None
-
-
-def accept_at_once(
-    runner: EagerRunner,
-    owner: object,
-    logits: torch.Tensor,
-    draft: Draft,
-    decoding: SamplingParams,
-    uniforms: torch.Tensor | None,
-    limits: torch.Tensor | None = None,
-) -> Accepted:
-    """`accept`, on graphs as a pass: what is captured starts its operations, up to some two hundred, at once.
-
-    A greedy chain, and a round without a draft, take a few operations: they are no pass.
-
-    Args:
-        runner: runs it.
-        owner: that what is captured goes with, as in `EagerRunner.run`.
-        logits: as in `accept`, like all that follow.
-        draft: its tokens, probabilities, candidates and tree may differ from round to round.
-        decoding: how tokens are chosen.
-        uniforms: the numbers of the positions; None when greedy.
-        limits: draft tokens that each may accept at most; None: all.
-    """
-    greedy_chain = uniforms is None and draft.tree is None
-    if not isinstance(runner, GraphRunner) or not draft.tokens.shape[1] or greedy_chain:
-        return accept(logits, draft, decoding, uniforms, limits)
-    most = None if draft.tree is None else draft.tree.max_children
-
-    def accept_tensors(
-        logits: torch.Tensor,
-        tokens: torch.Tensor,
-        probs: torch.Tensor | None,
-        uniforms: torch.Tensor | None,
-        limits: torch.Tensor | None,
-        candidates: torch.Tensor | None,
-        *shape: torch.Tensor,
-    ) -> Sequence[Any]:
-        tree = Tree(*shape, max_children=most) if shape else None
-        rebuilt = Draft(tokens, probs, tree=tree, candidates=candidates)
-        accepted = accept(logits, rebuilt, decoding, uniforms, limits)
-        return accepted.count, accepted.tokens, accepted.path
-
-    inputs = logits, draft.tokens, draft.probs, uniforms, limits, draft.candidates
-    shape = () if draft.tree is None else draft.tree.tensors
-    key = "accept", decoding.temperature, decoding.verification, most
-    return Accepted(*runner.run(owner, key, accept_tensors, *inputs, *shape))
 
 
 def accept(

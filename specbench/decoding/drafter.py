@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
     import pandas as pd
     import torch
-    from omegaconf import DictConfig
 
     from specbench.decoding.model.staged_model import StagedModel
     from specbench.decoding.slots import Slots
@@ -60,12 +59,6 @@ class Needs:
             reference_answer=self.reference_answer or inner.reference_answer,
             text_alone=self.text_alone and inner.text_alone,
         )
-
-    def draft_of(self, pair_cfg: DictConfig) -> str | None:
-        """The draft model that a pair's configuration has for this drafter, None if it has none or none is needed."""
-        if not self.draft_model:
-            return None
-        return pair_cfg.draft if self.part is None else pair_cfg.parts.get(self.part)
 
 
 class Drafter:
@@ -136,7 +129,6 @@ class Drafter:
         """
         return Draft(batch.tokens[: batch.size, :0])
 
-    @property
     def overlaps_verification(self) -> bool:
         """Whether it has an `on_hidden` of its own: a captured verification is then cut at its taps."""
         return type(self).on_hidden is not Drafter.on_hidden

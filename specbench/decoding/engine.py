@@ -8,16 +8,17 @@ chooses the sequences of each round and their layout in memory.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from specbench.decoding.acceptance import Accepted, accept_at_once
+from specbench.decoding.acceptance import Accepted, accept
 from specbench.decoding.device import move_slots, on_device, span
 from specbench.decoding.model.fixed_shape import rounded_up
+from specbench.decoding.model.graphs import GraphRunner
 from specbench.decoding.sampling import (
     TARGET,
     SamplingParams,
@@ -30,6 +31,7 @@ from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.slots import Slots
 from specbench.decoding.state import Batch, Draft, Request, SequenceState, Verified
 from specbench.decoding.trace import Clock, Generation, Step, Timestamp, counted
+from specbench.decoding.tree import Tree
 from specbench.system.errors import UserError, require_at_least
 from specbench.system.settings import BLOCK, TYPICAL
 
@@ -48,13 +50,11 @@ FIXED_STEP = 1024  # where what was captured is lost with every cache
 class Round:
     """A round until its times can be read: on a GPU, once the device is done.
 
-    steps: of its sequences, by slot. draft_bytes, target_bytes: as in `Step`, NaN for None. stats: as in `Draft`.
-    marks: in time, around alignment, drafting, verification and the rest.
+    steps: of its sequences, by slot. stats: as in `Draft`. marks: in time, around alignment, drafting, verification and
+    the rest.
     """
 
     steps: list[Step]
-    draft_bytes: float
-    target_bytes: float
     stats: dict[str, Any]
     marks: tuple[Timestamp, ...]
 
@@ -103,6 +103,7 @@ class Engine:
                 f"{self.verify_tokens}: set decoding.verify_width={self.verify_tokens} or more, or null"
             )
         self._cache: KVCache | None = None
+        self._size = 0, 0  # slots and capacity of the largest so far
 
     def answer(self, prompt: list[int], decoding: SamplingParams, seed: int = 0) -> Generation:
         """Decodes one sequence; the arguments are those of `Request`, all else is as in `generate`."""
@@ -111,11 +112,6 @@ class Engine:
     def generate(self, requests: list[Request]) -> list[Generation]:
         """Decodes every request to its end at once: `rounds` without a pause."""
         return exhaust(self.rounds(requests))
-
-    @torch.inference_mode()
-    def reserve(self, requests: list[Request]) -> None:
-        """Makes the buffers that these requests need, which the first call to need them would make in its own time."""
-        self._allocate(requests)
 
     @torch.inference_mode()  # of a generator: torch enters the mode for each step, and leaves it for the caller
     def rounds(self, requests: list[Request]) -> Rounds:
@@ -145,7 +141,7 @@ class Engine:
         try:
             self.clock.synchronize()
             begun = self._last = self.clock.mark()
-            self._allocate(requests)
+            self.reserve(requests)
             opened = self._last = self.clock.mark()
             sequences = [
                 SequenceState(i, request, self.stop_ids if request.stop_ids is None else request.stop_ids)
@@ -201,7 +197,7 @@ class Engine:
                 drafter.on_hidden(layer, hidden)
 
         logits = self.target.verify(
-            batch.last_tokens(1), draft, layout.cache, ctx, taps, on_hidden, drafter.overlaps_verification
+            batch.last_tokens(1), draft, layout.cache, ctx, taps, on_hidden, drafter.overlaps_verification()
         )
         verified_at = clock.mark()
         verified = self._commit_round(batch, draft, logits, states)
@@ -210,13 +206,10 @@ class Engine:
         for slot, one in enumerate(running):
             if one.done:
                 self._end(slot, one, logits[slot, 0])
-        layer = draft.resume.layer if draft.resume is not None else 0
         self._last = clock.mark()
-        marks = (begun, arranged, drafted, verified_at, self._last)
         # Not the draft itself: its probabilities and states would pile up until the last sequence is done.
-        read = self.target.pass_bytes(layer, tokens=batch.size * (1 + draft.tokens.shape[1]))
-        steps = [one.steps[-1] for one in running]
-        return Round(steps, draft.bytes_read, read, stats | draft.stats, marks)
+        steps, marks = [one.steps[-1] for one in running], (begun, arranged, drafted, verified_at, self._last)
+        return Round(steps, stats | draft.stats, marks)
 
     def _batch(self, running: list[SequenceState]) -> Batch:
         most = min(self.drafter.max_draft_tokens, self.scheduler.longest_draft)
@@ -253,6 +246,8 @@ class Engine:
         facts = self._on_host(draft, logits, accepted)
         counts = [fact[0] for fact in facts]
         self._layout.commit(batch, accepted.count, counts, accepted.path)
+        lo = 0 if draft.resume is None else draft.resume.layer
+        read = counted(draft.bytes_read), counted(self.target.pass_bytes(lo, tokens=b * (1 + k)))
         tokens, report = [], []
         for one, limit, (count, *rest) in zip(batch.sequences, batch.limits, facts):
             new_tokens, rest = truncate_at_stop(check_sampled(rest[: count + 1]), one.stop_ids), rest[1 + k :]
@@ -261,7 +256,7 @@ class Engine:
             if draft.tree is None:
                 drafted = min(drafted, limit)
             depth, emitted = min(depth, drafted), len(new_tokens)
-            step = Step(drafted, min(count, emitted), emitted, depth, 0.0, 0.0, 0.0, None, None, b)
+            step = Step(drafted, min(count, emitted), emitted, depth, 0.0, 0.0, 0.0, *read, b)
             one.tokens += new_tokens
             one.steps.append(step)
             tokens.append(new_tokens)
@@ -270,15 +265,40 @@ class Engine:
         return Verified(logits, states, accepted.count, accepted.path, counts, tokens, draft, reported)
 
     def _accept(self, batch: Batch, draft: Draft, logits: torch.Tensor) -> Accepted:
-        """What is accepted of a draft, within the limits of its sequences."""
-        k, limits = draft.tokens.shape[1], None
+        """What is accepted of a draft, within the limits of its sequences.
+
+        On graphs it is a pass: what is captured starts its operations, up to some two hundred, at once. A greedy chain,
+        and a round without a draft, take a few operations: they are no pass.
+        """
+        k, tree, decoding, limits = draft.tokens.shape[1], draft.tree, batch.decoding, None
         # A bound on the longest path, without a look at the device.
-        longest = k if draft.tree is None else min(k, self.drafter.max_draft_tokens)
+        longest = k if tree is None else min(k, self.drafter.max_draft_tokens)
         if min(batch.limits) < longest:
             limits = on_device(batch.limits, logits.device)
-        runner, cache = self.target.runner, self._layout.cache
         uniforms = None if batch.uniforms is None else batch.window(batch.uniforms, 0, 1 + k)
-        return accept_at_once(runner, cache, logits, draft, batch.decoding, uniforms, limits)
+        runner = self.target.runner
+        if not isinstance(runner, GraphRunner) or not k or (uniforms is None and tree is None):
+            return accept(logits, draft, decoding, uniforms, limits)
+        most = None if tree is None else tree.max_children
+
+        def on_tensors(
+            logits: torch.Tensor,
+            tokens: torch.Tensor,
+            probs: torch.Tensor | None,
+            uniforms: torch.Tensor | None,
+            limits: torch.Tensor | None,
+            candidates: torch.Tensor | None,
+            *shape: torch.Tensor,
+        ) -> Sequence[Any]:
+            tree = Tree(*shape, max_children=most) if shape else None
+            rebuilt = Draft(tokens, probs, tree=tree, candidates=candidates)
+            accepted = accept(logits, rebuilt, decoding, uniforms, limits)
+            return accepted.count, accepted.tokens, accepted.path
+
+        inputs = logits, draft.tokens, draft.probs, uniforms, limits, draft.candidates
+        shape = () if tree is None else tree.tensors
+        key = "accept", decoding.temperature, decoding.verification, most
+        return Accepted(*runner.run(self._layout.cache, key, on_tensors, *inputs, *shape))
 
     def _on_host(self, draft: Draft, logits: torch.Tensor, accepted: Accepted) -> list[list[int]]:
         """What the host learns of each sequence: count, new tokens, a tree's depth, candidates, the drafter's report.
@@ -363,16 +383,16 @@ class Engine:
         self._are_nan.append(logits.isnan().any())
         self.drafter.end(slot)
 
-    def _allocate(self, requests: list[Request]) -> None:
-        """Makes what holds these requests, or takes what the last call has left."""
+    @torch.inference_mode()
+    def reserve(self, requests: list[Request]) -> None:
+        """Makes the buffers that hold these requests, or takes those that the last call has left."""
         # Sequences near their end take part in the drafts of others.
         capacity = max(len(r.prompt) + r.decoding.max_new_tokens for r in requests) + self._spare
         slots = min(self.scheduler.slots, len(requests))
         if self._cache is None or self._cache.capacity < capacity or self._cache.slots < slots:
-            if self._cache is not None:
-                # Never shrink: alternating request sizes would reallocate in every call.
-                capacity, slots = max(capacity, self._cache.capacity), max(slots, self._cache.slots)
-                self._cache = None
+            # Never shrink: alternating request sizes would reallocate in every call.
+            slots, capacity = max(slots, self._size[0]), max(capacity, self._size[1])
+            self._cache = None
             # It holds the cache, which is given back before what is larger is asked for.
             self.__dict__.pop("_layout", None)
             self.__dict__.pop("_slots", None)
@@ -383,7 +403,8 @@ class Engine:
             self._slots = Slots(slots, capacity, self.target.device)
             self._tokens = self._slots.tensor(capacity)
             self.drafter.open(self._slots, self.target)
-            self._cache = cache  # last: only now does everything have this size
+            # Last: only now does everything have this size.
+            self._cache, self._size = cache, (slots, cache.capacity)
         self._layout = self.scheduler.layout(self._cache)
         self._uniforms: torch.Tensor | None = None
         decoding = requests[0].decoding
@@ -425,7 +446,6 @@ class Engine:
         for step in done.steps:
             step.draft_seconds, step.verify_seconds = drafting, verify
             step.other_seconds, step.align_seconds = other, align
-            step.draft_bytes, step.target_bytes = counted(done.draft_bytes), counted(done.target_bytes)
         for name, value in done.stats.items():
             if isinstance(value, tuple):
                 value = self.clock.seconds(*value)

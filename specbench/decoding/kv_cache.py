@@ -78,6 +78,7 @@ class KVCache:
         slots: as given.
         capacity: as given.
         device: of the first layer.
+        counting: [capacity] 0, 1, 2, ... there.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class KVCache:
         self.segments = [torch.zeros(layers, *shape, device=device, dtype=dtype) for device, layers in runs]
         self.layers, self.slots, self.capacity = len(devices), slots, capacity
         self.device = self.segments[0].device
+        self.counting = torch.arange(capacity, device=self.device)
 
     def slot(self, slot: int) -> KVCache:
         """A slot as a cache of its own, to prefill it. It shares the memory."""
@@ -148,21 +150,8 @@ class KVCache:
         """Copies the first `kv_len` entries of the slots `sources` to the slots `destinations`, all at once."""
         for segment in self.segments:
             origin, goal = sources.to(segment.device), destinations.to(segment.device)
-            for layer in segment:  # as in `gather`
+            for layer in segment:  # what is copied stays small enough for the caches of a CPU
                 layer[:, goal, :kv_len] = layer[:, origin, :kv_len]
-
-    def gather(self, order: torch.Tensor) -> None:
-        """Moves the entries order[i] of slot i, order [b, width], to its first `width` entries.
-
-        Layer by layer: what is copied then stays small enough for the caches of a CPU (all at once it took six times as
-        long on the embedded target), and on a GPU needs little memory.
-        """
-        b, width = order.shape
-        for segment in self.segments:
-            index = self.indices(order).to(segment.device)
-            for layer in segment:
-                moved = layer.flatten(1, 2).index_select(1, index)
-                layer[:, :b, :width] = moved.view(2, b, width, *layer.shape[3:])
 
     def move_entries(self, sources: torch.Tensor, destinations: torch.Tensor) -> None:
         """Copies entries within each of the first b slots, all at once, in every layer.

@@ -41,7 +41,7 @@ class RaggedLayout:
 
     def __init__(self, cache: KVCache):
         self.cache = cache
-        self._entries = torch.arange(cache.capacity, device=cache.device).unsqueeze(0)
+        self._entries = cache.counting.unsqueeze(0)
 
     def prefill_view(self, slot: int, length: int) -> KVCache:
         """The cache to prefill a sequence of `length` tokens into."""

@@ -216,11 +216,7 @@ class Verified:
 
     def last(self, states: torch.Tensor) -> torch.Tensor:
         """States or logits [b, 1 + k, d] -> [b, d], those of the last accepted token, or else of the pending one."""
-        index = self.count
-        if self.path is not None:
-            nodes = torch.nn.functional.pad(self.path + 1, (1, 0))
-            index = nodes.gather(1, index.unsqueeze(1)).squeeze(1)
-        return states[torch.arange(states.shape[0], device=states.device), index]
+        return self.accepted_states(states)[torch.arange(states.shape[0], device=states.device), self.count]
 
 
 @dataclass(slots=True)

@@ -45,19 +45,16 @@ class Tree:
         """The trees of `parents` on the host, equally many of each sequence, without doublings of a matrix."""
         n = 1 + len(parents[0])
         width = -(-n // 8)  # bytes of a set of nodes, a bit each
-        sets, depths = bytearray(), []
+        sets = bytearray()
         for tree_parents in parents:
-            paths, deep = [1], [0]  # of the pending token: itself
+            paths = [1]  # of the pending token: itself
             for i, parent in enumerate(tree_parents, 1):
                 paths.append(paths[1 + parent] | 1 << i)
-                deep.append(deep[1 + parent] + 1)
             for path in paths:
                 sets += path.to_bytes(width, "little")
-            depths.append(deep[1:])
         bits = np.frombuffer(sets, dtype=np.uint8).reshape(len(parents), n, width)
         seen = on_device(np.unpackbits(bits, axis=2, count=n, bitorder="little"), device, torch.bool)
-        numbers = on_device([parents, depths], device)
-        return cls(numbers[0], numbers[1], seen)
+        return cls(on_device(parents, device), seen[:, 1:, 1:].sum(-1), seen)
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:

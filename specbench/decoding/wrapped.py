@@ -34,11 +34,6 @@ class WrappedDrafter(Drafter):
         self.max_draft_tokens, self.max_nodes = inner.max_draft_tokens, inner.max_nodes
         self.extra_cores = inner.extra_cores
 
-    @property
-    def overlaps_verification(self) -> bool:
-        """As the inner drafter."""
-        return self.inner.overlaps_verification
-
 
 def _passed_on(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     """The method that calls the inner drafter's method of that name."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from specbench.config.spec import POOL, QUESTION
-from specbench.decoding.model.graphs import captures
+from specbench.decoding.model.graphs import GraphRunner
 from specbench.decoding.trace import Clock
 from specbench.measure.arms import METHOD
 from specbench.measure.interleave import Interleaver
@@ -111,11 +111,11 @@ class Conductor:
             counts_memory = name == METHOD and self.setup.spec.unit == POOL and in_process
             if counts_memory:
                 provenance.reset_peak_memory(device)
-            before, captured = self.watch.read(), captures()
+            before, captured = self.watch.read(), GraphRunner.captures_of_all
             yield
             counted = between(before, self.watch.read())
             # A capture is no part of an answer: the next attempt replays it.
-            degree = CAPTURED if captures() > captured else self.watch.disturbance(counted)
+            degree = CAPTURED if GraphRunner.captures_of_all > captured else self.watch.disturbance(counted)
             slices[name].append(Slice(turns.tokens[number], counted, degree))
             if counts_memory:
                 peak = provenance.peak_memory(device)

@@ -167,7 +167,7 @@ def examine(pair: Pair, make: Callable[[], Drafter], requests: Sequence[Request]
         findings.append(f"it drafted in only {base.rounds} rounds: too few to say more")
         return base, findings
     findings += shift_findings(base) + chain_findings(base)
-    if drafter.taps and not drafter.overlaps_verification:
+    if drafter.taps and not drafter.overlaps_verification():
         findings += state_findings(pair, make, requests, base)
     return base, findings
 

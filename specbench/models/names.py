@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
     from omegaconf import DictConfig
 
+    from specbench.decoding.drafter import Needs
+
 # Keys of a pair that its target's answers depend on.
 ANSWERING = (
     *("target", "target_revision", "target_shape", "init", "width", "dtype"),
@@ -48,6 +50,18 @@ def local_folder(name: str) -> Path | None:
         return None
     if name.startswith("specbench/tiny/"):
         raise UserError(f"there is no folder '{name}': `make tiny` trains the embedded family")
-    if name.startswith(("/", ".", "~", "specbench/")) or name.count("/") > 1:
+    if is_path(name):
         raise UserError(f"there is no folder '{name}'")
     return None
+
+
+def is_path(name: str) -> bool:
+    """Whether a name can be that of a folder alone, whether or not it is there."""
+    return name.startswith(("/", ".", "~", "specbench/")) or name.count("/") > 1
+
+
+def draft_source(pair_cfg: DictConfig, needs: Needs) -> str | None:
+    """The draft model that a pair has for a drafter with these needs; None if it has none or none is needed."""
+    if not needs.draft_model:
+        return None
+    return pair_cfg.draft if needs.part is None else pair_cfg.parts.get(needs.part)

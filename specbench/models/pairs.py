@@ -21,6 +21,7 @@ from specbench.models.devices import DTYPES, choose_device, compiles, prepare_de
 from specbench.models.expansion import Expansion, embedded
 from specbench.models.gguf import source_of
 from specbench.models.model_source import Source
+from specbench.models.names import draft_source
 from specbench.models.surgery import share_embeddings, shares_embeddings
 from specbench.system.errors import UserError, one_line
 from specbench.system.paths import packaged
@@ -287,7 +288,7 @@ def with_part(pair_cfg: DictConfig, folder: str | None) -> DictConfig:
 
 def pair_for(pair_cfg: DictConfig, needs: Needs) -> DictConfig:
     """A pair's configuration as a drafter with these needs has it: its part may bring the draft model with it."""
-    return with_part(pair_cfg, needs.draft_of(pair_cfg)) if needs.part else pair_cfg
+    return with_part(pair_cfg, draft_source(pair_cfg, needs)) if needs.part else pair_cfg
 
 
 def draft_of(pair: Pair) -> PreTrainedModel:

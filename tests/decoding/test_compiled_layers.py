@@ -289,12 +289,3 @@ def test_layers_with_hooks_are_not_compiled(capfd):
         layer.mlp.register_forward_hook(lambda *_: met.append(1))
     logits_of(target, ids)
     assert met and not target.stack.is_compiled
-
-
-@torch.inference_mode()
-def test_layers_in_place_of_others_are_not_compiled():
-    with torch.inference_mode(False):
-        target = compiled("llama")
-    assert target.stack.compiled
-    twin = target.with_layers(target.layers, target.layer_bytes, target.experts)
-    assert twin.stack.compiled is None and twin.pass_bytes() == target.pass_bytes()

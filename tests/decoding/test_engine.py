@@ -94,6 +94,18 @@ def test_each_sequence_ends_once_for_the_drafter_whatever_raises():
     assert sorted(drafter.ended) == [0, 1, 2]
 
 
+def test_an_engine_that_failed_makes_its_buffers_as_large_as_they_were():
+    """A later, longer request would else make them anew within its own time."""
+    engine = Engine(StagedModel(random_pair("llama").target), Raising(), frozenset(), Scheduler(2))
+    engine.reserve([Request([7] * 300, SamplingParams(300))])
+    size = engine._cache.capacity
+    with pytest.raises(RuntimeError):
+        engine.generate([Request([7, 9, 4], SamplingParams(4 + i)) for i in range(2)])
+    assert engine._cache is None
+    engine.reserve([Request([7, 9, 4], SamplingParams(4))])
+    assert engine._cache.capacity == size
+
+
 class Told:
     """A clock that only moves when it is told to."""
 

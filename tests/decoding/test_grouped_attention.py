@@ -12,7 +12,6 @@ from specbench.decoding.cpu import grouped_attention as attention
 from specbench.decoding.cpu.grouped_attention import NAME, SHORT, attend, fold_mask
 from specbench.decoding.cpu.native import MOST_TOKENS
 from specbench.decoding.kv_cache import ForwardContext
-from specbench.decoding.model import layer_stack
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.tree import Tree
 from tests.support.models import random_model
@@ -116,7 +115,7 @@ def test_nothing_is_copied_in_short_passes(monkeypatch):
 
 
 def test_the_model_itself_keeps_its_attention(monkeypatch):
-    monkeypatch.setattr(layer_stack, "has_kernel", lambda device, dtype: False)
+    monkeypatch.setattr(attention, "has_kernel", lambda device, dtype: False)
     model = random_model("llama", 0)
     target = StagedModel(model)
     assert target.layers[0].self_attn.config._attn_implementation == NAME

@@ -90,10 +90,3 @@ def test_indices_count_whole_slots():
     cache = KVCache([CPU], 1, 1, 3, 4, torch.float32)
     assert cache.indices(torch.tensor([[1, 2]])).tolist() == [1, 2]
     assert cache.indices(torch.tensor([[1, 2], [0, 3]])).tolist() == [1, 2, 4, 7]
-
-
-def test_order_is_gathered_slot_by_slot():
-    cache = KVCache([CPU], 1, 1, 2, 4, torch.float32)
-    cache.segments[0][0, :] = torch.arange(8.0).view(2, 4, 1, 1)
-    cache.gather(torch.tensor([[3, 1], [0, 2]]))
-    assert cache.segments[0][0, 1, :, :2, 0, 0].tolist() == [[3.0, 1.0], [4.0, 6.0]]

@@ -99,12 +99,12 @@ def test_certain_drafts_leave_a_sampled_answer_as_it_is(arch, tree):
 
 
 def test_a_draw_with_the_number_of_another_position_is_found(monkeypatch):
-    real = engine.accept_at_once
+    real = engine.accept
 
-    def shifted(runner, cache, logits, draft, decoding, uniforms, limits):
-        return real(runner, cache, logits, draft, decoding, uniforms.roll(1, 1), limits)
+    def shifted(logits, draft, decoding, uniforms, limits):
+        return real(logits, draft, decoding, uniforms.roll(1, 1), limits)
 
-    monkeypatch.setattr(engine, "accept_at_once", shifted)
+    monkeypatch.setattr(engine, "accept", shifted)
     with pytest.raises(AssertionError, match=r"assert \["):
         test_certain_drafts_leave_a_sampled_answer_as_it_is("llama", False)
 

@@ -48,7 +48,7 @@ def test_attributes_are_the_inner_ones():
     for name, value in vars(Drafter).items():
         if not name.startswith("_") and not callable(value) and not isinstance(value, staticmethod):
             assert getattr(outer, name) == getattr(Inner(), name), name
-    assert outer.overlaps_verification
+    assert outer.overlaps_verification()
 
 
 class Alone(WrappedDrafter):

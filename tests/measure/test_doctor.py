@@ -22,6 +22,7 @@ from specbench.decoding.wrapped import WrappedDrafter
 from specbench.measure import doctor
 from specbench.measure.doctor import examine, observed, weight_findings
 from specbench.measure.protocol import Protocol
+from specbench.models.names import draft_source
 from specbench.models.pairs import load_pair, with_part
 from tests.support.commands import exit_code
 from tests.support.conf import composed
@@ -42,7 +43,7 @@ class Case:
         self.spec = check(cfg)
         pair_cfg = cfg.pair
         if self.spec.needs.part:
-            pair_cfg = with_part(cfg.pair, self.spec.needs.draft_of(cfg.pair))
+            pair_cfg = with_part(cfg.pair, draft_source(cfg.pair, self.spec.needs))
         self.pair = load_pair(pair_cfg, 0, with_draft=self.spec.needs.draft_model, trimmed=self.spec.trimmed)
         protocol = Protocol(self.pair, SamplingParams(32), "paired", 0, warmup_questions(cfg.data))
         self.requests = protocol.warm_up_requests(32)

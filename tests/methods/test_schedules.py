@@ -7,10 +7,11 @@ import random
 import pytest
 import torch
 
-from methods.common.aligned_layout import AlignedLayout
+from methods.common.aligned_layout import AlignedLayout, gather
 from methods.eqspec import EqSpec
 from methods.exspec import ExSpec
 from methods.ragged import RaggedBatch
+from specbench.decoding.kv_cache import KVCache
 from specbench.decoding.kv_layout import RaggedLayout
 from specbench.decoding.scheduler import Scheduler
 from tests.support.aligned import AlignedChaos
@@ -41,6 +42,13 @@ def test_every_schedule_gives_every_row_its_own_run(seed):
 def test_rows_that_end_alike_run_in_any_order(seed):
     ran = run_schedules(seed, ALIGNED, lambda rng: AlignedChaos(rng.randint(1, 6), rng))
     assert ran == {(AlignedChaos, AlignedLayout)}
+
+
+def test_order_is_gathered_slot_by_slot():
+    cache = KVCache([torch.device("cpu")], 1, 1, 2, 4, torch.float32)
+    cache.segments[0][0, :] = torch.arange(8.0).view(2, 4, 1, 1)
+    gather(cache, torch.tensor([[3, 1], [0, 2]]))
+    assert cache.segments[0][0, 1, :, :2, 0, 0].tolist() == [[3.0, 1.0], [4.0, 6.0]]
 
 
 class Forgetful(AlignedLayout):

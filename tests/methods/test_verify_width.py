@@ -291,8 +291,8 @@ def test_drafts_that_are_longer_are_refused():
 def test_a_pass_must_not_pad_over_its_own_tokens(monkeypatch, method):
     right, inner = expected("llama", 3), fixed_shape.materialize
 
-    def shifted(ctx, counting, capacity, b, n, width):
-        made = inner(ctx, counting, capacity, b, n, width)
+    def shifted(ctx, cache, b, n, width):
+        made = inner(ctx, cache, b, n, width)
         made.write_index = torch.cat([made.write_index[:n], made.write_index[n:] - 2])
         return made
 

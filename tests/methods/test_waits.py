@@ -43,7 +43,7 @@ def test_schedulers_move_without_a_wait(monkeypatch, scheduler):
     assert moved and len(waits.found["join"]) == 7
     # In fp32 the likeliest token is found by NumPy, on a CPU alone.
     for found in waits.found["round"]:
-        assert [wait for wait in found if "in argmax_token" not in wait] == [found[-1]]
+        assert [wait for wait in found if "in argmax" not in wait] == [found[-1]]
         assert found[-1].endswith(" in _on_host")
     assert not any(waits.found["retire"])
 

@@ -41,6 +41,29 @@ def grouped_attention_config(config: PretrainedConfig) -> PretrainedConfig:
     return grouped
 
 
+def attention_of(
+    config: PretrainedConfig, groups: int, captured: bool, like: torch.Tensor
+) -> tuple[int, PretrainedConfig | None]:
+    """How the layers of a model attend.
+
+    Args:
+        config: of the model.
+        groups: query heads that share keys.
+        captured: whether passes are captured.
+        like: has the dtype and the device of the states.
+
+    Returns:
+        Query heads that get one mask, 1 where each gets its own; and the config with which layers attend as this module
+        does, None where they attend as they are.
+    """
+    if config._attn_implementation != "sdpa":
+        return 1, None
+    # Without graphs, most passes on CUDA have no mask; with them all do.
+    shared = groups if captured or like.device.type == "cpu" else 1
+    ours = shared > 1 or has_kernel(like.device, like.dtype)
+    return shared, grouped_attention_config(config) if ours else None
+
+
 def is_plain(options: Mapping[str, Any]) -> bool:
     """Whether none of the options of an attention function changes scores."""
     return all(options.get(name) is None for name in OF_STOCK)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -77,13 +77,6 @@ def check_rope(config: PretrainedConfig) -> None:
                 "the length of a pass, so that drafts would change the answer: use a checkpoint whose rope_type is one "
                 f"of {', '.join(sorted(STATIC_ROPE))}"
             )
-
-
-def rotary_of(config: PretrainedConfig) -> dict[str, Any]:
-    """The rotary settings that a drafting layer takes over from its target; the usual ones where it has none."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    settings = {name: value for name, value in rope.items() if name != "partial_rotary_factor"}
-    return settings if "rope_theta" in settings else {"rope_type": "default", "rope_theta": 10000.0}
 
 
 def window_of(config: PretrainedConfig, layer: int) -> int | None:

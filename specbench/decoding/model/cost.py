@@ -54,13 +54,13 @@ class Experts:
         return round(self.bytes * (1 - (1 - self.chosen / self.count) ** tokens))
 
 
-def experts_of(layer: torch.nn.Module) -> Experts | None:
-    """The routed experts of a layer, None where it has none. Those that every token uses are not among them."""
+def experts_of(layer: torch.nn.Module) -> Experts:
+    """The routed experts of a layer, of 0 bytes where it has none. Those that every token uses are not among them."""
     expert_modules = [
         (module, count) for name, module in layer.named_modules() if (count := _experts_in(name, module))
     ]
     if not expert_modules:
-        return None
+        return Experts(0, 1, 0)
     chosen = (getattr(module, "top_k", None) for module in layer.modules())
     return Experts(
         bytes=sum(weight_bytes(module) for module, _ in expert_modules),

@@ -5,7 +5,6 @@ Such a pass can be captured and replayed, and its results do not depend on how m
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,15 +12,14 @@ import torch
 from specbench.decoding.kv_cache import EMPTY, ForwardContext
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from specbench.decoding.kv_cache import KVCache
 
 # KV lengths are rounded up to a multiple of this; the excess is masked. The fused attention of CPUs takes 512 entries
 # at a time: where its last block were shorter in one pass than in another, sums would round otherwise, with the same
 # entries visible.
 KV_BUCKET = 512
-LONGEST = (
-    128  # tokens of each sequence in a captured pass at most: published trees and windows have up to 120
-)
+# Tokens of each sequence in a captured pass at most: published trees and windows have up to 120.
+LONGEST = 128
 QUERY_BLOCK = 32  # queries that it takes at a time; one that is left alone goes through another kernel
 
 
@@ -53,21 +51,19 @@ def widened(inputs: torch.Tensor, width: int) -> torch.Tensor:
     return torch.cat([inputs, inputs[:, -1:].expand(-1, width - n, *inputs.shape[2:])], dim=1)
 
 
-def materialize(
-    ctx: ForwardContext, counting: torch.Tensor, capacity: int, b: int, n: int, width: int
-) -> ForwardContext:
+def materialize(ctx: ForwardContext, cache: KVCache, b: int, n: int, width: int) -> ForwardContext:
     """The same pass of `width` tokens in place of n, with tensors for numbers, and the KV length of its bucket.
 
     What is added is written to entries that the next pass overwrites.
 
     Args:
         ctx: of n tokens of each of b sequences.
-        counting: [capacity] 0, 1, 2, ... on the device.
-        capacity: positions of a slot of the cache.
+        cache: that the pass writes to.
         b: sequences.
         n: tokens of each.
         width: at least n.
     """
+    counting, capacity = cache.counting, cache.capacity
     kv_len = kv_bucket(ctx.kv_len, capacity)
     visible, more = ctx.visible, (0, kv_len - ctx.kv_len)
     if ctx.start is not None:
@@ -91,20 +87,3 @@ def materialize(
         entries = torch.cat([entries, entries[:, -1:] + counting[1 : 1 + width - n]], dim=1)
         visible = None if visible is None else widened(visible, width)
     return ForwardContext(kv_len, entries.flatten(), None, positions, kv_positions, visible)
-
-
-def segments(lo: int, hi: int, taps: Collection[int], split: bool) -> list[tuple[int, int, list[int]]]:
-    """Parts of layers [lo, hi) that are run one after the other, each with the taps that are reached in it.
-
-    Args:
-        lo: the first layer.
-        hi: the layer after the last one.
-        taps: as in `Drafter`.
-        split: whether a part ends at every tap between two layers; that tap is its end, and in none of the lists, nor
-            is one in front of layer `lo`.
-    """
-    inner = [tap for tap in range(lo, hi) if tap in taps]
-    if not split:
-        return [(lo, hi, inner)]
-    bounds = [lo, *(tap for tap in inner if tap > lo), hi]
-    return [(start, end, []) for start, end in pairwise(bounds)]

@@ -12,7 +12,7 @@ import threading
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -94,14 +94,6 @@ class Captured:
         return sum(tensor.nbytes for tensor in (*self.inputs, *self.outputs) if tensor is not None)
 
 
-RUNNERS: WeakSet[GraphRunner] = WeakSet()  # of all models of this process
-
-
-def captures() -> int:
-    """How many passes this process has captured so far."""
-    return sum(runner.captures for runner in RUNNERS)
-
-
 class GraphRunner(EagerRunner):
     """Captures a pass when its key is new, and replays it from then on. For inference mode alone.
 
@@ -115,11 +107,13 @@ class GraphRunner(EagerRunner):
 
     Attributes:
         captures: how many there were.
+        captures_of_all: how many runners of this process have captured, those that are gone included.
     """
+
+    captures_of_all = 0
 
     def __init__(self, device: torch.device, compile: bool = False):
         self.device, self.compile, self.captures = device, compile, 0
-        RUNNERS.add(self)
         self._captured: WeakKeyDictionary[object, dict[Hashable, Captured]] = WeakKeyDictionary()
         self._stream: torch.cuda.Stream | None = None
         self._pool: Any = None  # what torch calls a handle
@@ -145,6 +139,7 @@ class GraphRunner(EagerRunner):
             with uncaptured():
                 captured = self.capture(function, static_inputs)
             self.captures += 1
+            GraphRunner.captures_of_all += 1
             by_shape = self._captured.setdefault(owner, {})  # anew: what it ran may have called `forget`
             held = captured.bytes + sum(other.bytes for other in by_shape.values())
             while by_shape and held > HELD_BYTES:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from specbench.decoding.cpu.compiled_layers import CompiledLayer
-from specbench.decoding.cpu.grouped_attention import fold_mask, grouped_attention_config
+from specbench.decoding.cpu.grouped_attention import attention_of, fold_mask
 from specbench.decoding.cpu.lean_modules import lean_copy
 from specbench.decoding.cpu.native import has_kernel
 from specbench.decoding.model.anatomy import CACHES, POSITIONS, Kind, device_of, window_of
@@ -57,12 +57,7 @@ class LayerStack:
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         # Without a mask torch's attention is causal in an empty cache; the families' own code is not.
         self.implied_masks = config._attn_implementation == "sdpa"
-        # Without graphs, most passes on CUDA have no mask; with them all do.
-        grouped = heads > self.kv_heads and (captured or like.device.type == "cpu")
-        # 1 where attention gets a mask as transformers does.
-        self.groups = heads // self.kv_heads if grouped and self.implied_masks else 1
-        short_passes = self.groups > 1 or (self.implied_masks and has_kernel(like.device, like.dtype))
-        attention = grouped_attention_config(config) if short_passes else None
+        self.groups, attention = attention_of(config, heads // self.kv_heads, captured, like)
         types = getattr(config, "layer_types", None) or [None] * len(layers)
         windows = [window_of(config, i) for i in range(len(layers))]
         typed = self.rotary is not None and "layer_type" in signature(self.rotary.forward).parameters
@@ -102,7 +97,7 @@ class LayerStack:
             lo: the first layer.
             hi: the layer after the last one.
             masks: of each kind of layers; None: those of `ctx`.
-            taps: layers in front of which `on_hidden` is called.
+            taps: layers in front of which `on_hidden` is called; `hi`: after the last one.
             on_hidden: called with a layer and the states [b, n, d] that enter it.
 
         Returns:
@@ -114,7 +109,12 @@ class LayerStack:
         masks = self.masks(ctx, n, hidden) if masks is None else masks
         hidden = self.entering(hidden, ctx, lo)
         cache.begin_pass(lo, hi, ctx, b, n)
-        arguments = self._arguments(ctx, n, cache, masks)
+        ropes = self.ropes(ctx, n)
+        arguments: dict[Kind, dict[str, Any]] = {}  # of the layers of each kind
+        for kind, mask in zip(self.kinds_there, masks):
+            arguments[kind] = {"attention_mask": mask, self.cache_name: cache, "use_cache": True}
+            if ropes:
+                arguments[kind]["position_embeddings"] = ropes[kind[1]]
         current = hidden.device
         layers: Sequence[Any] = self.layers if self.compiled is None else self.compiled
         stages = zip(layers[lo:hi], self.kinds[lo:hi], self.devices[lo:hi])
@@ -125,6 +125,8 @@ class LayerStack:
                 hidden, current = hidden.to(device), device
                 arguments = {key: _moved(keywords, device) for key, keywords in arguments.items()}
             hidden = layer(hidden, **arguments[kind])
+        if hi in taps:
+            on_hidden(hi, hidden.to(self.like.device))
         return hidden
 
     def entering(self, hidden: torch.Tensor, ctx: ForwardContext, lo: int) -> torch.Tensor:
@@ -137,18 +139,6 @@ class LayerStack:
         """The attention mask of each kind of layers."""
         masks = [attention_mask(ctx, n, like, window, self.implied_masks) for window, _ in self.kinds_there]
         return [fold_mask(mask, self.groups) for mask in masks] if self.groups > 1 else masks
-
-    def _arguments(
-        self, ctx: ForwardContext, n: int, cache: KVCache, masks: Sequence[torch.Tensor | None]
-    ) -> dict[Kind, dict[str, Any]]:
-        """What the layers of each kind are called with in a pass, beside the states [b, n, d]."""
-        ropes = self.ropes(ctx, n)
-        arguments: dict[Kind, dict[str, Any]] = {}
-        for kind, mask in zip(self.kinds_there, masks):
-            arguments[kind] = {"attention_mask": mask, self.cache_name: cache, "use_cache": True}
-            if ropes:
-                arguments[kind]["position_embeddings"] = ropes[kind[1]]
-        return arguments
 
     # -- positions
 

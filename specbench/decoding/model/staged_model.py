@@ -8,8 +8,7 @@ another anatomy is refused instead of being measured wrongly. Draft models are d
 
 from __future__ import annotations
 
-import copy
-from itertools import chain
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -53,7 +52,7 @@ class StagedModel:
         fixed_shapes: whether passes after a prompt have fixed shapes: they are captured, or have a width.
         padding: entries after the last one of a sequence that `width` may write to.
         layer_bytes: of the weights of each layer, routed experts apart.
-        experts: the routed ones of each layer, None where it has none.
+        experts: the routed ones of each layer.
         embedding_scale: that embeddings are multiplied by.
 
     Raises:
@@ -100,13 +99,13 @@ class StagedModel:
             self._last_id = embeddings - 1 if (embedded_ids or 0) > embeddings else None
             self.embedding_scale = getattr(self.config, anatomy.EMBEDDING_SCALE, None) or 1.0
             self._logit_steps = anatomy.logit_steps(self.config)
-            self._counting = torch.arange(0)
             self.experts = [experts_of(layer) for layer in base.layers]
             self.layer_bytes = [
-                weight_bytes(layer) - (0 if experts is None else experts.bytes)
-                for layer, experts in zip(base.layers, self.experts)
+                weight_bytes(layer) - experts.bytes for layer, experts in zip(base.layers, self.experts)
             ]
-            if not any(self.experts) and any(getattr(self.config, name, 0) for name in EXPERTS):
+            if not any(one.bytes for one in self.experts) and any(
+                getattr(self.config, name, 0) for name in EXPERTS
+            ):
                 # Those that are nowhere to be found would be counted as if every token read all of them.
                 self.experts = [Experts(0, 0, None)] * len(self.layers)
             self._head_bytes = weight_bytes(self.norm) + weight_bytes(self.lm_head)
@@ -115,25 +114,6 @@ class StagedModel:
     def layers(self) -> list[torch.nn.Module]:
         """The layers."""
         return self.stack.layers
-
-    def with_layers(
-        self, layers: Sequence[torch.nn.Module], layer_bytes: list[int], experts: list[Experts | None]
-    ) -> StagedModel:
-        """This model with other layers in place of its own, for drafting; it shares weights and caches.
-
-        Its passes are neither captured nor widened, and its layers are not compiled.
-
-        Args:
-            layers: as many.
-            layer_bytes: as the attribute.
-            experts: likewise.
-        """
-        twin = copy.copy(self)
-        twin.runner, twin.fixed_shapes, twin.width, twin.padding = EagerRunner(), False, None, 0
-        twin.stack = copy.copy(self.stack)
-        twin.stack.layers, twin.stack.compiled = [*layers], None
-        twin.layer_bytes, twin.experts = layer_bytes, experts
-        return twin
 
     # -- what a pass costs -------------------------------------------------------------------------------------
 
@@ -145,7 +125,7 @@ class StagedModel:
         choose, see `Experts`.
         """
         read = sum(self.layer_bytes[lo:hi]) + head * self._head_bytes
-        return read + sum(experts.read(tokens) for experts in self.experts[lo:hi] if experts is not None)
+        return read + sum(experts.read(tokens) for experts in self.experts[lo:hi])
 
     # -- stages ------------------------------------------------------------------------------------------------
 
@@ -158,7 +138,9 @@ class StagedModel:
         return KVCache(stack.devices, stack.kv_heads, stack.head_dim, slots, capacity, self.dtype)
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        """Token ids [b, n] -> hidden states [b, n, d]."""
+        """Token ids [b, n] -> hidden states [b, n, d]; states stay as they are."""
+        if ids.is_floating_point():
+            return ids
         embedded = self.embed_tokens(ids if self._last_id is None else ids.clamp(max=self._last_id))
         return embedded if self.embedding_scale == 1 else embedded * self.embedding_scale
 
@@ -196,19 +178,20 @@ class StagedModel:
             ctx = ForwardContext.consecutive(ctx, n)
         if not (self.fixed_shapes and recurs(ctx, n)):
             self._make_angles(max(cache.capacity, ctx.kv_len))
-            return self._stage(inputs, cache, ctx, None, lo, hi, taps, on_hidden, to_logits)
+            hidden = self.stack.run(self.embed(inputs), cache, ctx, lo, hi, None, taps, on_hidden)
+            return self._logits(hidden, taps, on_hidden) if to_logits else hidden.to(self.device)
         self._make_angles(cache.capacity)  # now: not in the middle of a capture
-        if self._counting.shape[0] < cache.capacity:
-            self._counting = torch.arange(cache.capacity, device=self.device)
         width = max(n, self.width or 1)
-        ctx = fixed_shape.materialize(ctx, self._counting, cache.capacity, b, n, width)
+        ctx = fixed_shape.materialize(ctx, cache, b, n, width)
         inputs = fixed_shape.widened(inputs, width)
         tensors = ctx.positions, ctx.write_index, *self.stack.masks(ctx, width, self.embed_tokens.weight)
         if split and lo in taps:  # in front of all layers: what a drafter does from there on runs beside them
-            inputs = self.embed(inputs) if inputs.dim() == 2 else inputs
+            inputs = self.embed(inputs)
             on_hidden(lo, self.stack.entering(inputs, ctx, lo)[:, :n])
-        for start, end, tapped in fixed_shape.segments(lo, hi, taps, split):
-            last = end == hi
+        # A part of its own ends at each tap between two layers where the pass is split.
+        inner = [tap for tap in range(lo, hi) if tap in taps]
+        for start, end in pairwise([lo, *(tap for tap in inner if split and tap > lo), hi]):
+            last, tapped = end == hi, [] if split else [*inner]
             if last and to_logits:
                 tapped += [tap for tap in (hi, NORMED) if tap in taps]
             stage = self._fixed_stage(cache, ctx.kv_len, start, end, tapped, last and to_logits)
@@ -223,7 +206,7 @@ class StagedModel:
     ) -> Callable[..., list[torch.Tensor]]:
         """The function of a fixed-shape pass: all that differs between two of them is among its arguments.
 
-        It returns what `_stage` does, then the states at each tap.
+        It returns states or logits, then the states at each tap.
         """
 
         def stage(
@@ -231,30 +214,16 @@ class StagedModel:
         ) -> list[torch.Tensor]:
             states: dict[int, torch.Tensor] = {}
             ctx = ForwardContext(kv_len, write_index, None, positions)
-            end = self._stage(inputs, cache, ctx, masks, lo, hi, taps, states.__setitem__, to_logits)
+            end = self.stack.run(self.embed(inputs), cache, ctx, lo, hi, masks, taps, states.__setitem__)
+            end = self._logits(end, taps, states.__setitem__) if to_logits else end.to(self.device)
             return [end, *(states[tap] for tap in taps)]
 
         return stage
 
-    def _stage(
-        self,
-        inputs: torch.Tensor,
-        cache: KVCache,
-        ctx: ForwardContext,
-        masks: Sequence[torch.Tensor | None] | None,
-        lo: int,
-        hi: int,
-        taps: Sequence[int],
-        on_hidden: Callable[[int, torch.Tensor], None],
-        to_logits: bool,
+    def _logits(
+        self, hidden: torch.Tensor, taps: Sequence[int], on_hidden: Callable[[int, torch.Tensor], None]
     ) -> torch.Tensor:
-        """The operations of a pass; arguments as in `run_layers` and `LayerStack.run`."""
-        hidden = self.embed(inputs) if inputs.dim() == 2 else inputs
-        hidden = self.stack.run(hidden, cache, ctx, lo, hi, masks, taps, on_hidden)
-        if not to_logits:
-            return hidden.to(self.device)
-        if hi in taps:
-            on_hidden(hi, hidden.to(self.device))
+        """As `head`; tells the normed states where `NORMED` is among the taps."""
         normed = self.norm(hidden)
         if NORMED in taps:
             on_hidden(NORMED, normed.to(self.device))
@@ -320,8 +289,6 @@ class StagedModel:
         """Runs a prompt [1, n] into an empty cache; only its last position goes through the head."""
         tapped: dict[int, torch.Tensor] = {}
         hidden = self.run_layers(self.embed(ids), cache, 0, taps=taps, on_hidden=tapped.__setitem__)
-        if len(self.layers) in taps:
-            tapped[len(self.layers)] = hidden.to(self.device)
         if NORMED in taps:
             tapped[NORMED] = self.norm(hidden).to(self.device)
         return Prefill(ids, self.head(hidden[:, -1]), tapped)
