@@ -230,7 +230,7 @@ def block(runs: list[Run], page: Page, drawn: Iterable[str]) -> str:
 
 def warnings(runs: list[Run]) -> list[str]:
     """What a reader of a table of these runs must know."""
-    return [*faulty(runs), *remarks.notes(runs), *differing_training(run.summary for run in runs)]
+    return [*faulty(runs), *remarks.notes(runs)]
 
 
 def in_short(runs: list[Run], page: str, with_names: bool = True) -> str:

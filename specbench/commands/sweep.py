@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 SWEEPS, SWEEP = "sweeps", "sweep.json"
 WAITING, RUNNING, OK, FAILED, LEFT_OUT = "waiting", "running", "ok", "failed", "left out"
 ENDED_WELL = (OK, LEFT_OUT)
+WHETHER = ("rerun", "leave_out")  # settings that say what to do again, not what to measure
 
 # Measures run folders on some machine or other, each in a process of its own. Takes the folders, which are made as it
 # asks for them, and a folder for logs; yields each run folder as it is done, with its exit code and, where the folder
@@ -97,7 +98,7 @@ def open_sweep(jobs: list[Job]) -> Iterator[Sweep]:
     Raises:
         UserError: another process holds the sweep, or `runs_root` is no text.
     """
-    overrides, code = [job.overrides for job in jobs], source_sha256()
+    overrides, code = [_measured(job.overrides) for job in jobs], source_sha256()
     digest = hashlib.sha256(json.dumps(overrides).encode()).hexdigest()[:8]
     root = runs_root(jobs[0].cfg) / SWEEPS
     last = max(root.glob(f"*_{digest}"), default=None)  # names begin with the date
@@ -144,8 +145,15 @@ def _can_go_on(folder: Path, overrides: list[list[str]], code: str, rerun: bool)
     if not (folder / SWEEP).exists():  # killed before it was written
         return False
     saved = read_json(folder / SWEEP)
-    same = saved["source_sha256"] == code and [job["overrides"] for job in saved["jobs"]] == overrides
+    same = (
+        saved["source_sha256"] == code and [_measured(job["overrides"]) for job in saved["jobs"]] == overrides
+    )
     return same and (not rerun or any(job["state"] not in ENDED_WELL for job in saved["jobs"]))
+
+
+def _measured(overrides: list[str]) -> list[str]:
+    """The overrides that say what a job measures."""
+    return [override for override in overrides if override.lstrip("+").partition("=")[0] not in WHETHER]
 
 
 def _relative(run_dir: Path | None, runs: Path) -> str | None:

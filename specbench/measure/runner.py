@@ -48,6 +48,7 @@ from specbench.measure.round_costs import set_round_costs
 from specbench.measure.served import prepare_served
 from specbench.measure.warm_up import choose_threads, warm_up
 from specbench.models.devices import name_of
+from specbench.models.names import draft_source
 from specbench.models.pairs import load_pair, pair_for
 from specbench.system.errors import BusyError, UserError, one_line, one_line_errors
 from specbench.system.files import read_json, write_json
@@ -220,13 +221,15 @@ class Job:
                 for pool, questions in enumerate(planned):
                     if questions[0].question_id in done:
                         continue
+                    if probes.is_due():
+                        probes.take()
                     begun = time.perf_counter()
                     try:
                         records = attempt(bench, questions, pool, repeat)
                     finally:  # also where a fault ends the job: who goes on with it is told
                         self._keep(run_facts, bench)
                     spent = (time.perf_counter() - begun) / len(questions)
-                    if pool == len(planned) - 1 or probes.is_due():
+                    if pool == len(planned) - 1:
                         probes.take()
                     records[-1]["speed"] = probes.collect()
                     shared = {"process": process, "wall_seconds": spent}
@@ -353,6 +356,7 @@ def facts(bench: Bench) -> dict:
         "device": str(pair.device),
         "weights": pair.init,
         "anatomy": pair.anatomy,
+        "prompting": pair.prompting,
         "weights_source": pair.source,
         "kernels": kernels(setup.target),
         "tiles": native.has_tiles(setup.target.device, pair.dtype),
@@ -378,18 +382,22 @@ def models(setup: Setup, pair: DictConfig, weights: Mapping) -> dict[str, str | 
         weights: of the provenance.
 
     Returns:
-        `engine_target`, another engine's own file for the target; `draft`, the draft model, the pair's or such a file.
-        None: there is none, or somebody else runs the engine.
+        `engine_target`, another engine's own file for the target; `draft`, the draft model, such a file or the pair's,
+        with what is cut or widened of it. None: there is none, or somebody else runs the engine.
     """
     files = {
         name: next((f"{file} ({digest[:8]})" for file, digest in one["files"].items()), None)
         for name in ("target", "draft")
         if (one := weights.get(f"engine.{name}"))
     }
-    return {
-        "engine_target": files.get("target"),
-        "draft": files.get("draft", setup.spec.needs.draft_of(pair)),
-    }
+    needs = setup.spec.needs
+    draft = draft_source(pair, needs)
+    if draft is not None and needs.part is None:
+        shaped = [
+            f"{key}={pair[key]}" for key in ("draft_layers", "draft_width") if pair.get(key) is not None
+        ]
+        draft += f" ({', '.join(shaped)})" if shaped else ""
+    return {"engine_target": files.get("target"), "draft": files.get("draft", draft)}
 
 
 def kernels(target: StagedModel) -> str | None:

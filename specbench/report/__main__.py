@@ -21,7 +21,7 @@ from rich.text import Text
 from specbench.report import cells, claims, compare, decision, formats, gate, page, plots, remarks, tables
 from specbench.report.published_tables import published_tables
 from specbench.report.runs import Run, SkippedRun, finished_runs, is_run, summary_frame
-from specbench.report.training_data import differing_training, training_table
+from specbench.report.training_data import training_table
 from specbench.system.errors import UserError, file_errors, one_line_errors, suggest
 from specbench.system.files import make_folder
 
@@ -50,7 +50,7 @@ def report(runs: list[Run], left_out: list[SkippedRun], out: Path, first: list[T
     published = published_tables(dict.fromkeys(run.summary["method"] for run in runs))
     decided = decision.decisions(runs)
     every = [*map(decision.decision_table, decided), *side_by_side, *published]
-    notes = [*remarks.notes(runs), *differing_training(run.summary for run in runs)]
+    notes = remarks.notes(runs)
     warnings = [*compare.faulty(runs), *notes]
     for file, mark, form in (("tables.md", ">", formats.markdown), ("tables.tex", "%", formats.latex)):
         parts = [*(f"{mark} {line}\n" for line in warnings), *map(form, every)]
@@ -73,7 +73,6 @@ def print_report(runs: list[Run]) -> None:
         tables.print_overview(runs)
         if trained := training_table(run.summary for run in runs):
             out.print(trained)
-            tables.print_notes(differing_training(run.summary for run in runs))
         for one in decision.decisions(runs):
             out.print(decision.decision_table(one))
 

@@ -120,7 +120,7 @@ def _has_acceptance(summary: Mapping) -> bool:
 
 
 def _reduced(summary: Mapping) -> dict:
-    """The summary without the settings that a curve is drawn over, or named by."""
+    """The summary without the settings that a curve is drawn over, or named by, and without what they are called."""
     left_out = (ACCEPTANCE, LENGTH, COST)
     settings = {k: v for k, v in summary["settings"].items() if k.removeprefix("drafter.") not in left_out}
-    return dict(summary) | {"settings": settings}
+    return dict(summary) | {"settings": settings, "settings_source": None}

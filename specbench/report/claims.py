@@ -389,7 +389,7 @@ def _last(choice: Mapping, runs: list[Run]) -> Run | None:
 def _comparable(claim: Mapping, choice: Mapping, runs: list[Run]) -> list[Run]:
     """The last run of ours with which a run of each of the others can be compared, and those; else empty."""
     for ours in _newest(claim["of"] | choice, runs):
-        context = {name: ours.summary.get(name) for name in (*CONTEXT, *choice)}
+        context = {name: ours.summary.get(name) for name in (*CONTEXT, *claim.get("same", ()), *choice)}
         matching = [_newest(other | context, runs) for other in claim["against"]]
         others = [[run for run in of_other if not hindrance(ours, run)] for of_other in matching]
         if all(others):

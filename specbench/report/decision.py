@@ -73,6 +73,7 @@ UNSAID = {
     "verify_width": "verify_width={}",
     "compiled": "compiled={}",
     "kernels": "kernels={}",
+    "prompting": "prompts {:.8}",
     "questions_sha256": "questions {:.8}",
 }
 ENGINE = "engine"  # what a speedup is quoted against, if it is our own loop
@@ -360,8 +361,11 @@ def draft_length(summary: dict) -> int | None:
     settings = summary["settings"]
     if (key := next((key for key in LENGTHS if key in settings), None)) is None:
         return None
-    # Null: the longest that the drafter can, which another engine does not tell.
-    return summary.get("longest_path") or None if settings[key] is None else settings[key]
+    longest = summary.get("longest_path") or None  # another engine does not tell
+    if settings[key] is None:
+        return longest
+    # A tree of few nodes has fewer levels than were asked for.
+    return settings[key] if longest is None or summary["engine"] is not None else min(settings[key], longest)
 
 
 def tree_size(summary: dict) -> tuple[int | None, int | None] | None:

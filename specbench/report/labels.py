@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from specbench.config.spec import POOL, QUESTION
 from specbench.config.tuned import PUBLISHED, TUNED
 from specbench.data.question_files import TASKS
-from specbench.system.settings import CONSTANT, TRIMMING
+from specbench.data.warm_start import WARM
+from specbench.system.settings import CONSTANT, MEMORY, TRIMMING
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -40,6 +41,7 @@ DIFFERING = {
     "protocol": "protocol {}",
     "weights": "{} weights",
     "anatomy": "{}",
+    "prompting": "prompts {:.8}",  # template, tokenizer and stop tokens
     "verify_width": "width {}",
     "compiled": "compiled={}",
     "kernels": "torch's kernels ({})",  # without a reason they are our own
@@ -49,6 +51,8 @@ DIFFERING = {
 }
 # What comes with others of these: a difference only between runs that agree in them.
 COMES_WITH = {
+    "anatomy": ("pair",),
+    "prompting": ("pair",),
     "compiled": ("pair",),
     "kernels": ("pair", "dtype", "device"),
     "questions_sha256": ("data", "split"),
@@ -56,7 +60,14 @@ COMES_WITH = {
     "engine_plain": ("engine_name",),
 }
 # No differences: what older runs do not tell, and that another engine is its own baseline.
-UNTOLD: dict[str, set] = {"pool": {None}, "quoted_against": {None}, "engine_plain": {None}}
+UNTOLD: dict[str, set] = {
+    "pool": {None},
+    "quoted_against": {None},
+    "engine_plain": {None},
+    "prompting": {None},
+}
+# What neither "published" nor "tuned" tells of a run's settings.
+NO_SETTINGS = {MEMORY, WARM, "weights", DRAFT}
 QUOTED = {"engine": "our loop", "hf_generate": "transformers generate"}  # what speedups are against
 
 
@@ -154,26 +165,36 @@ def labels(summaries: Iterable[Mapping], without: Collection[str] = ()) -> list[
 def _settings_words(summaries: Sequence[Mapping]) -> list[list[str]]:
     """What tells the settings of a method's runs apart: "published" or "tuned" where that names one, else those varied.
 
-    A method with tuned settings alone is "tuned" where another one has published ones.
+    It names one where all such runs of a pair have the same settings. What is no setting is said beside it. A method
+    with tuned settings alone is "tuned" where another one has published ones.
     """
-    every = [as_text(varied) for varied in varied_settings(summaries)]
+    every = varied_settings(summaries)
+    beside = [as_text({key: varied[key] for key in varied if _is_no_setting(key)}) for varied in every]
+    words = [as_text(varied) for varied in every]
     sources = [summary.get("settings_source") for summary in summaries]
-    by_source: dict[str, dict[str | None, set[tuple[str, ...]]]] = {}
-    for summary, source, words in zip(summaries, sources, every):
-        by_source.setdefault(method_label(summary), {}).setdefault(source, set()).add(tuple(words))
+    by_source: dict[str, dict[str | None, dict[str, set[tuple[str, ...]]]]] = {}
+    for summary, pair, source, varied, more in zip(summaries, pair_names(summaries), sources, words, beside):
+        of_pair = by_source.setdefault(method_label(summary), {}).setdefault(source, {})
+        of_pair.setdefault(pair, set()).add(tuple(word for word in varied if word not in more))
     named = {
         (method, source)
         for method, of_source in by_source.items()
-        for source, settings in of_source.items()
-        if source in (PUBLISHED, TUNED) and len(of_source) > 1 and len(settings) == 1
+        for source, of_pair in of_source.items()
+        if source in (PUBLISHED, TUNED)
+        and len(of_source) > 1
+        and all(len(one) == 1 for one in of_pair.values())
     }
     tuned = [TUNED] if PUBLISHED in sources else []
     return [
-        [str(source)]
-        if words and (method_label(summary), source) in named
-        else words + (tuned if by_source[method_label(summary)].keys() == {TUNED} else [])
-        for summary, source, words in zip(summaries, sources, every)
+        [str(source), *more]
+        if varied and (method_label(summary), source) in named
+        else varied + (tuned if by_source[method_label(summary)].keys() == {TUNED} else [])
+        for summary, source, varied, more in zip(summaries, sources, words, beside)
     ]
+
+
+def _is_no_setting(key: str) -> bool:
+    return key.rpartition(".")[2] in NO_SETTINGS
 
 
 def _differing(summaries: list[Mapping], without: Collection[str]) -> list[list[str]]:

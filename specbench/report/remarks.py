@@ -14,6 +14,7 @@ from specbench.report.cells import WRONG, equivalence_text, number_text, ratio_t
 from specbench.report.labels import QUOTED, VOCAB_MAP, VOCAB_SIZE, as_text, labels, method_label, named
 from specbench.report.phases import FEW, different_phases, slow_machine, slow_machines, spread
 from specbench.report.runs import Run, differing_by_pair
+from specbench.report.training_data import differing_training
 from specbench.system.settings import TOKEN, TYPICAL
 
 if TYPE_CHECKING:
@@ -331,7 +332,11 @@ def no_speed(summary: dict) -> str:
 
 def notes(runs: list[Run]) -> list[str]:
     """What a reader of several runs should be warned of."""
-    return [*cautions(runs), *differing_by_pair(runs)]
+    return [
+        *cautions(runs),
+        *differing_by_pair(runs),
+        *differing_training(run.summary for run in runs),
+    ]
 
 
 def cautions(runs: Iterable[Run]) -> list[str]:

@@ -17,6 +17,7 @@ from specbench.config.spec import POOL
 from specbench.measure.metrics.statistics import verdict
 from specbench.report import decision
 from specbench.report.cells import NUMBER, PlainTable, console, speedup_text
+from specbench.report.compare import faulty
 from specbench.report.labels import DRAFT, as_text, method_label
 from specbench.report.remarks import ONE_POOL, faults, is_one_pool, notes
 from specbench.report.tables import print_notes, runs_of_command
@@ -175,7 +176,7 @@ def main() -> int:
             "a schedule needs runs of one drafter at several batch sizes or draft lengths: "
             "specbench sweep method=ragged drafter=sps batch_size=1,4,16 drafter.max_draft_tokens=2,4"
         )
-    print_notes(notes(runs))
+    print_notes([*faulty(runs), *notes(runs)])
     for schedule in all_schedules:
         console().print(schedule_table(schedule))
         for engine, form in (

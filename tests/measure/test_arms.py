@@ -206,6 +206,8 @@ def test_the_longest_prompt_is_that_of_the_last_turn_after_answers_of_a_word():
 
     def prompt_ids(messages: list[dict]) -> list[int]:
         assert all(one["content"] for one in messages)
+        if messages[0]["content"] == "cut":
+            raise UnicodeEncodeError("utf-8", "", 0, 1, "surrogates not allowed")
         return [1] * len(messages)
 
     pair = SimpleNamespace(prompt_ids=prompt_ids, context_length=64)
@@ -214,6 +216,8 @@ def test_the_longest_prompt_is_that_of_the_last_turn_after_answers_of_a_word():
         Question(i, "qa", turns, None, "qa") for i, turns in enumerate([("Why?",), ("Why?", "How?")])
     ]
     assert protocol.longest_prompt(questions) == 3 + 4 and protocol.longest_prompt([]) == 0
+    impossible = Question(9, "qa", ("cut", "on"), None, "qa")
+    assert protocol.longest_prompt([impossible, *questions]) == 3 + 4, "it fails when it is asked, alone"
 
 
 def test_every_arm_goes_first_over_questions_turns_and_repeats():

@@ -21,6 +21,7 @@ from specbench.measure import runner
 from specbench.measure.arms import hf_generate_arm
 from specbench.measure.records import run_folder as store
 from specbench.system.files import read_json
+from tests.support.decoding import random_pair
 from tests.support.messages import says
 from tests.support.runs import CATEGORIES, measured, start
 
@@ -60,6 +61,13 @@ def test_padding_never_pushes_a_row_beyond_the_context():
     ]
     answers = exhaust(hf_generate_arm(pair, 2)(requests))
     assert sizes == [(2, 50), (2, 10), (1, 90)] and [a.tokens for a in answers] == [[9]] * 5
+
+
+def test_generate_keeps_to_the_cap_of_each_request(monkeypatch):
+    pair = random_pair("llama")
+    monkeypatch.setattr(pair, "stop_ids", frozenset())
+    requests = [Request([3, 9, 27], SamplingParams(n)) for n in (4, 8)]
+    assert [len(one.tokens) for one in exhaust(hf_generate_arm(pair, 2)(requests))] == [4, 8]
 
 
 @pytest.mark.one_in(2)

@@ -13,6 +13,7 @@ from specbench.decoding.sampling import SamplingParams, sample_inverse_cdf, trun
 from specbench.decoding.state import Request
 from specbench.decoding.trace import Generation
 from specbench.measure import certify as certify_module
+from specbench.measure import numeric_noise
 from specbench.measure.arms import BASELINE, HF, METHOD, SINGLE, Setup
 from specbench.measure.certify import Certificate, Certifier, certify, worst
 from specbench.measure.numeric_noise import drawn_margin
@@ -148,6 +149,40 @@ def test_what_follows_a_tie_is_held_against_the_target(monkeypatch, temperature)
         assert verdict(wrong, first) == "violation"
     monkeypatch.setattr(certify_module, "drawn_margin", within(drawn_margin, first=0.0))
     assert verdict(answer.tokens[:-3], first) == "violation", "nothing has ended it"
+    if decoding.greedy:  # of a draw of the stop token nothing is known
+        ends = (i for i in range(6, n) if answer.tokens[i] not in [*answer.tokens[:i], *first[:i]])
+        if (end := next(ends, None)) is not None:
+            monkeypatch.setattr(pair, "stop_ids", frozenset([answer.tokens[end]]))
+            monkeypatch.setattr(certify_module, "drawn_margin", within(drawn_margin, first=0.0))
+            assert verdict(answer.tokens[:end], first) == "tie", "by a stop token that an engine left out"
+
+
+def test_the_next_logits_are_those_in_front_of_a_token():
+    pair, prompt, answer = random_pair("llama"), [3, 9, 27, 11], [5, 6, 7]
+    for i in range(3):
+        with torch.inference_mode():
+            expected = pair.target(torch.tensor([prompt + answer[:i]])).logits[0, -1].float()
+        found = numeric_noise.next_logits(pair.staged, prompt, answer, i)
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-3)
+
+
+def test_the_noise_of_batches_is_twice_what_so_many_rows_change(monkeypatch):
+    target, sizes = random_pair("llama").staged, []
+    forward, rows = target.model.forward, numeric_noise.forced_rows
+    monkeypatch.setattr(
+        target.model, "forward", lambda ids, **more: sizes.append(len(ids)) or forward(ids, **more)
+    )
+    sample = [([5, 9, 2], [3, 4, 5, 6])]
+    numeric_noise.batch_noise(target, sample, 3)
+    assert {*sizes} == {3}
+
+    def moved(*given):
+        logits = rows(*given).clone()
+        logits[-1, 0, logits[-1, 0].argmax()] += 0.25
+        return logits
+
+    monkeypatch.setattr(numeric_noise, "forced_rows", moved)
+    assert numeric_noise.batch_noise(target, sample, 3) == pytest.approx(0.5, abs=1e-3)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -135,6 +135,12 @@ def test_the_rare_is_judged_by_the_skew_of_the_sum():
     assert errors(unlikely=0) > 0
 
 
+def test_what_is_likelier_than_usual_by_a_little_is_no_fault():
+    """A fitted curve ends before the sum does: of a token at 0.6 and one at 0.999 the likelier two are the rule."""
+    one = of_logits(torch.tensor([[0.6, 0.4], [0.999, 0.001]]).double().log(), [0, 0], 1.0)
+    assert 0.5 < standard_errors(one.surprise, one.variance, one.third) < 0.6
+
+
 def test_moments_are_summed_in_blocks():
     torch.manual_seed(0)
     logits, tokens = torch.randn(3 * BLOCK + 5, 40) * 3, [int(i) for i in torch.randint(40, (3 * BLOCK + 5,))]

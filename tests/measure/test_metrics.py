@@ -7,13 +7,14 @@ import subprocess
 import sys
 
 import numpy as np
+import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specbench.measure.metrics import dataframes
 from specbench.measure.metrics import summary as metrics
-from specbench.measure.metrics.acceptance import mbsu
+from specbench.measure.metrics.acceptance import STRETCHES, mbsu, rounds_over
 from specbench.measure.metrics.dataframes import STEP_COLUMNS, generations_frame, steps_frame
 from specbench.measure.metrics.metrics import ceiling_rate
 from specbench.measure.records.migrate import migrated
@@ -227,6 +228,28 @@ def test_an_answer_that_cannot_be_scaled_is_left_out_of_the_comparison():
     assert found["speedup"] == pytest.approx(3.0)
     both_short = overall([record(turns=[turn(baseline=generation([], seconds=0.3), method=short)])])
     assert both_short["speedup"] == pytest.approx(3.0) and both_short["acceptance_length"] is None
+
+
+def test_an_answer_whose_prefill_was_not_timed_is_scaled_as_a_whole():
+    """As of batches of another engine."""
+    plain = generation([0] * 19, seconds=2.0, prefill=None, drafted=0)
+    half = generation([0] * 9, seconds=1.0, prefill=None)
+    found = overall([record(turns=[turn(baseline=plain, method=half, equivalence=TIE)])])
+    assert found["speedup"] == pytest.approx(1.0)
+
+
+def test_a_question_is_left_out_with_all_its_turns():
+    plain, short = generation([0] * 9, seconds=1.0, drafted=0), generation([], seconds=0.1)
+    fine = turn(0, baseline=generation([0] * 9, seconds=9.0, drafted=0), method=generation([0] * 9))
+    mixed = record(1, turns=[fine, turn(1, baseline=plain, method=short, equivalence=TIE)])
+    found = overall([mixed, answered(2, slow=3.0)])
+    assert found["speedup_questions"] == 1 and found["speedup"] == pytest.approx(3.0)
+
+
+def test_a_round_belongs_to_the_stretch_that_begins_with_it():
+    edge = STRETCHES["place"][1]
+    rounds = pd.DataFrame({"place": [edge - 1, edge], "emitted": [1, 1]})
+    assert rounds_over(rounds, "place") == [1, 1]
 
 
 def hf(count, seconds):

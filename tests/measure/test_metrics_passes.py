@@ -69,6 +69,9 @@ def test_a_question_that_failed_in_one_pass_is_left_out_of_all():
     without_verdicts = [numbers["overall"] | {"equivalence": None} for numbers in (found, rest)]
     assert without_verdicts[0] == without_verdicts[1]
     assert (found["repeats"], found["processes"]) == (3, 1)
+    every = [record | {"error": "no memory", "turns": []} for record in passes(3)]
+    found = metrics.summary(every, FACTS, CONFIG)
+    assert (found["status"], found["repeats"], found["processes"]) == ("failed", 3, 1)
 
 
 def test_an_answer_is_wrong_whether_or_not_its_question_failed_in_another_pass():

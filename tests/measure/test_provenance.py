@@ -1,6 +1,7 @@
 import copy
 import gc
 import hashlib
+import inspect
 import json
 import subprocess
 import sys
@@ -45,6 +46,11 @@ def test_what_is_collected(found, questions):
     assert found["config"]["method"]["max_draft_tokens"] == 5
     assert found["command"] == ["bench", "method=sps"]
     assert found["weights"] == {"target": {"source": "none/such-model", "revision": "main", "commit": None}}
+
+
+@pytest.mark.parametrize("source", ["./models/draft", "../draft", "checkpoints/qwen3/medusa", "/none"])
+def test_a_part_that_is_not_there_and_not_needed_has_no_files(source):
+    assert provenance._weights(source, None, {}) == {"source": source, "files": {}}
 
 
 def test_checksums_of_weights_on_disk(tmp_path, monkeypatch):
@@ -225,8 +231,22 @@ def test_gpus_are_read_from_nvidia_smi(tmp_path, monkeypatch):
     assert provenance.gpus(provenance.GPU_STATE, torch.device("cuda:1"))[0]["clocks.sm"] == "900"
     names = [provenance.processor(torch.device(name)) for name in ("cuda:1", "cpu")]
     assert names == ["GPU of cuda:1", provenance.cpu_model()]
-    tool.write_text("#!/bin/sh\necho 'no driver' >&2\nexit 9\n")
+    for broken in ("echo 'no driver' >&2\nexit 9", "echo '0, a GPU, and no more'"):
+        tool.write_text(f"#!/bin/sh\n{broken}\n")
+        assert provenance.gpus() == []
+
+    def hangs(*given, **_):
+        raise subprocess.TimeoutExpired(given, 60)
+
+    monkeypatch.setattr(subprocess, "run", hangs)
     assert provenance.gpus() == []
+
+
+def test_a_broken_installation_beside_ends_no_run(monkeypatch):
+    nameless = SimpleNamespace(metadata={"Name": None}, version="1")
+    there = [nameless, SimpleNamespace(metadata={"Name": "Torch"}, version="2")]
+    monkeypatch.setattr(provenance.importlib.metadata, "distributions", lambda: there)
+    assert inspect.unwrap(provenance.versions)().keys() == {"python", "torch"}  # it is kept in tests
 
 
 def test_differences_name_what_cannot_be_compared(found):
@@ -240,6 +260,27 @@ def test_differences_name_what_cannot_be_compared(found):
     assert len(lines) == 3
     assert f"versions.torch {torch.__version__} against 1.0" in lines
     assert any(line.startswith("environment.OMP_PLACES None against cores") for line in lines)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("config.decoding.max_new_tokens", "config.decoding.temperature", "config.decoding.verification"),
+        *("config.decoding.verify_width", "config.protocol", "config.data.limit", "weights.target.files.x"),
+        *("config.pair.template_kwargs.thinking", "config.pair.tokenizer", "config.pair.device_map"),
+    ],
+)
+def test_runs_under_another_condition_cannot_be_compared(path):
+    def run(value):
+        for key in reversed(path.split(".")):
+            value = {key: value}
+        return value
+
+    assert len(provenance.differences(run("a"), run("b"))) == 1
+
+
+def test_a_run_goes_on_with_the_same_kernels():
+    assert provenance.differences({"kernels": "a"}, {"kernels": "b"}, provenance.SAME_RUN)
 
 
 def test_a_run_goes_on_only_where_it_began(found, tmp_path):

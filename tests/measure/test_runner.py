@@ -14,6 +14,7 @@ import pytest
 import torch
 from omegaconf import DictConfig
 
+from methods.sps import SpeculativeSampling
 from specbench.decoding import engine
 from specbench.decoding.drafter import Drafter, Needs
 from specbench.decoding.engine import Engine
@@ -79,6 +80,8 @@ def test_another_engines_own_files_are_told_by_name_and_checksum():
     )
     for setup, draft in ((loads, "models/draft"), (brings, None)):
         assert models(setup, pair, {}) == {"engine_target": None, "draft": draft}
+    cut = DictConfig({"draft": "models/draft", "draft_layers": 2})
+    assert models(loads, cut, {})["draft"] == "models/draft (draft_layers=2)"
     files = {
         f"engine.{name}": {"source": f"/m/{name}.gguf", "files": {f"{name}.gguf": digit * 64}}
         for name, digit in (("target", "a"), ("draft", "b"))
@@ -141,7 +144,8 @@ def test_the_machine_is_probed_before_between_and_after(workplace, tmp_path, mon
     assert began["machine"] == found["machine"]
     monkeypatch.setattr(speed, "SECONDS_BETWEEN", 0.0)
     _, _, often = measured(workplace, "pld", tmp_path / "often", "data.limit=1")
-    assert [len(record["speed"]) for record in often] == [2] + [1] * (per_pass - 1)
+    # One before each question, the first one of the run, and the last one of the pass.
+    assert [len(record["speed"]) for record in often] == [2, *[1] * (per_pass - 2), 2]
 
 
 @pytest.mark.parametrize("method", [["sps"], ["ragged", "batch_size=3", "pool=4"]])
@@ -159,6 +163,32 @@ def test_no_cache_grows_while_a_question_is_measured(workplace, tmp_path, monkey
     monkeypatch.setattr(Bench, "_turn", turn)
     assert measured(workplace, method[0], tmp_path, *method[1:], "data.turns=1")[0] == 0
     assert 0 < before[0] == len(made)
+
+
+def test_after_a_question_that_failed_no_cache_grows_within_an_answer(workplace, tmp_path, monkeypatch):
+    """An engine that fails gives up what it holds."""
+    made, new_cache, commit = [], StagedModel.new_cache, SpeculativeSampling.commit
+    grown, failures, measure = [], [], conductor.Conductor.measure
+    monkeypatch.setattr(StagedModel, "new_cache", lambda *sizes: made.append(sizes) or new_cache(*sizes))
+
+    def counted(of_run, requests):
+        before, failing = len(made), len(failures) == 0
+        if failing:
+            failures.append("due")
+        answers = measure(of_run, requests)
+        grown.append(len(made) - before)
+        return answers
+
+    def failing(drafter, batch, verified):
+        if failures == ["due"]:
+            failures.append("met")
+            raise RuntimeError("no memory")
+        commit(drafter, batch, verified)
+
+    monkeypatch.setattr(conductor.Conductor, "measure", counted)
+    monkeypatch.setattr(SpeculativeSampling, "commit", failing)
+    _, summary, _ = measured(workplace, "sps", tmp_path, "data.turns=1", "repeats=1")
+    assert summary["failed"] == 1 and len(grown) > 1 and not any(grown)
 
 
 @pytest.fixture

@@ -74,6 +74,12 @@ def test_what_differs_otherwise_is_a_curve_of_its_own():
         *(changed(s, settings__token_budget=20) for s in curve(1.9)),
     ]  # fmt: skip
     assert len(break_evens(summaries)) == 4
+    first, *others = curve(1.6)
+    named = [
+        first | {"settings_source": "published"},
+        *(one | {"settings_source": "changed"} for one in others),
+    ]
+    assert len(break_evens(named)) == 1, "whatever the settings are called that a curve is drawn over"
     again = break_evens([*curve(1.6), *curve(2.0)])
     assert expected_length(next(iter(again.values()))[4, 1].acceptance, 4) == pytest.approx(2.0)  # the last
 

@@ -130,6 +130,16 @@ def test_runs_of_different_contexts_are_not_compared(tmp_path, key):
     assert found(claim, [ours, weak]).verdict == "not measured"
 
 
+def test_a_claim_may_ask_for_one_draft_model(tmp_path):
+    claim = AGAINST | {"against": [{"method": "weak"}]}
+    ours, weak = (
+        run_of(tmp_path, name, SUMMARY | {"method": name, "draft": name}, records=journal(1.5, n))
+        for n, name in enumerate(("ours", "weak"))
+    )
+    assert found(claim, [ours, weak]).estimate is not None
+    assert found(claim | {"same": ["draft"]}, [ours, weak]).verdict == "not measured"
+
+
 def test_what_is_counted_is_counted_on_all_pairs():
     (claim,) = (claim for claim in KNOWN if claim["measure"] == "certified")
     checked = claims.check(claim, runs_of(a=SUMMARY, b=wrong() | {"pair": "tiny_wide"}))

@@ -308,6 +308,7 @@ def test_our_loop_beside_generate_is_no_baseline_against_itself():
         ("target", ("/m/base", "/m/tuned"), "target={}"),
         ("verify_width", (8, 16), "verify_width={}"),
         ("questions_sha256", ("a" * 64, "b" * 64), "questions {:.8}"),
+        ("prompting", ("a" * 64, "b" * 64), "prompts {:.8}"),
     ],
 )
 def test_what_a_title_does_not_say_tells_decisions_apart_and_is_said_then(key, values, form):

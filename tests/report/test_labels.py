@@ -84,11 +84,43 @@ def test_labels_name_what_runs_differ_in():
         ("protocol", "spec_bench", "kangaroo, protocol spec_bench"),
         ("weights", "random", "kangaroo, random weights"),
         ("experiment", "mirror_sd", "kangaroo, mirror_sd"),
+        ("anatomy", "Llama of 12 layers x 512", "kangaroo, Llama of 12 layers x 512"),
+        ("prompting", "b" * 64, "kangaroo, prompts bbbbbbbb"),
     ],
 )
 def test_runs_of_another_kind_do_not_share_a_label(key, value, said):
-    first, second = labels([SUMMARY, SUMMARY | {key: value}])
+    usual = SUMMARY | {"prompting": "a" * 64}
+    first, second = labels([usual, usual | {key: value}])
     assert second == said and first != second
+
+
+@pytest.mark.parametrize("key", ["anatomy", "prompting"])
+def test_what_every_pair_has_of_its_own_is_no_difference_between_pairs(key):
+    pairs = [SUMMARY | {"pair": name, key: name * 8} for name in ("big", "small")]
+    assert labels(pairs, without=("pair",)) == ["kangaroo", "kangaroo"]
+
+
+def test_a_source_of_settings_does_not_hide_what_is_no_setting():
+    published, tuned = (
+        changed(SUMMARY, settings__memory=memory, settings__weights=f"/{source}", settings__depth=depth)
+        | {"settings_source": source}
+        for source, memory, depth in (("published", "run", 1), ("tuned", "answer", 2))
+    )
+    assert labels([published, tuned]) == [
+        "kangaroo, published, memory=run, weights=/published",
+        "kangaroo, tuned, memory=answer, weights=/tuned",
+    ]
+
+
+def test_settings_that_were_tuned_on_each_pair_are_called_tuned():
+    def on(pair: str, source: str, depth: int) -> dict:
+        return changed(SUMMARY, settings__depth=depth) | {"pair": pair, "settings_source": source}
+
+    runs = [on("a", "published", 1), on("b", "published", 1), on("a", "tuned", 2), on("b", "tuned", 3)]
+    called = ["kangaroo, published"] * 2 + ["kangaroo, tuned"] * 2
+    assert labels(runs, without=("pair",)) == called
+    several = labels([*runs, on("b", "tuned", 4)], without=("pair",))
+    assert several[2:] == [f"kangaroo, depth={depth}" for depth in (2, 3, 4)]
 
 
 def test_settings_are_varied_where_two_runs_of_a_method_on_a_pair_differ():

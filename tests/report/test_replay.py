@@ -292,6 +292,13 @@ def test_runs_at_one_width_are_not_played_with_others():
     assert "verify_width=16" in list(found)[1]
 
 
+def test_what_is_wrong_with_a_run_is_said_before_its_replay(monkeypatch, capsys, few_draws):
+    every = [brief(4, equivalence__violation=1), brief(2)]
+    monkeypatch.setattr(replay, "runs_of_command", lambda *_, **__: every)
+    assert main() == 0
+    assert capsys.readouterr().out.startswith("run_4: VIOLATION")
+
+
 def test_without_such_runs_it_says_what_to_run(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr("sys.argv", ["specbench replay", str(tmp_path)])
     with pytest.raises(SystemExit) as left:

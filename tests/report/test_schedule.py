@@ -48,6 +48,10 @@ def test_of_runs_of_one_length_the_last_speaks_and_what_the_machine_did_is_said(
     monkeypatch.setattr(module, "runs_of_command", lambda *_: expanded)
     assert module.main() == 0
     assert "expanded weights" in capsys.readouterr().out
+    wrong = runs_of(**(BATCHES | {"wrong": changed(run(16, 2, 1.9), equivalence__violation=1)}))
+    monkeypatch.setattr(module, "runs_of_command", lambda *_: wrong)
+    assert module.main() == 0
+    assert "wrong: VIOLATION" in capsys.readouterr().out
 
 
 def test_a_length_of_null_is_the_longest_that_the_drafter_can():
@@ -58,6 +62,13 @@ def test_a_length_of_null_is_the_longest_that_the_drafter_can():
     }
     (schedule,) = schedules(runs_of(**blocks))
     assert schedule.lengths == {1: 15, 4: 0}
+
+
+def test_a_length_is_never_longer_than_what_was_drafted():
+    """As of a chain of EAGLE with fewer nodes than levels."""
+    short = {f"b{size}": run(size, 6, 1.5) | {"longest_path": 2} for size in (1, 4)}
+    (schedule,) = schedules(runs_of(**short))
+    assert schedule.lengths == {1: 2, 4: 2}
 
 
 def test_the_forms_of_the_engines():

@@ -27,6 +27,7 @@ from safetensors import safe_open
 from specbench import ROOT
 from specbench.config.spec import OWN
 from specbench.measure.records.source import method_sha256, source_sha256
+from specbench.models.names import is_path
 from specbench.models.packages import described, is_package
 from specbench.system.errors import UserError
 from specbench.system.files import file_sha256, finite, read_json, write_json
@@ -61,7 +62,8 @@ COMPARABLE = (
     *("weights.engine.target", "config.engine.python"),
     *("config.pair.target", "config.pair.dtype", "config.pair.device", "config.pair.init", "config.data"),
     *("config.pair.target_shape", "config.pair.width", "config.pair.graphs", "config.pair.compile"),
-    "config.pair.stop_ids",
+    *("config.pair.stop_ids", "config.pair.tokenizer", "config.pair.chat_template"),
+    *("config.pair.template_kwargs", "config.pair.device_map"),
     *("config.decoding.max_new_tokens", "config.decoding.temperature"),
     *("config.decoding.verification", "config.decoding.verify_width"),
     *("config.batch_size", "config.protocol", "config.engine.name"),
@@ -172,7 +174,9 @@ def _shown(key: str, value: object) -> str:
 
 def versions() -> dict[str, str]:
     """Versions of Python and of the packages that are installed."""
-    installed = {d.metadata["Name"].lower(): d.version for d in importlib.metadata.distributions()}
+    # A broken installation leaves some without a name.
+    named = ((d.metadata["Name"], d) for d in importlib.metadata.distributions())
+    installed = {name.lower(): distribution.version for name, distribution in named if name}
     return {"python": platform.python_version()} | {
         name: installed[name] for name in sorted(PACKAGES & installed.keys())
     }
@@ -206,11 +210,12 @@ def gpus(fields: Sequence[str] = GPU_FIELDS, device: torch.device | None = None)
         import torch
 
         query.append(f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}")
-    completed = subprocess.run(query, capture_output=True, text=True, timeout=60, check=False)
-    if completed.returncode:  # installed, but there is no GPU
+    try:
+        completed = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True)
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired):  # there is no GPU, or its driver hangs
         return []
     rows = csv.reader(completed.stdout.splitlines(), skipinitialspace=True)
-    return [dict(zip(fields, row, strict=True)) for row in rows]
+    return [dict(zip(fields, row)) for row in rows if len(row) == len(fields)]
 
 
 def threads() -> dict:
@@ -349,7 +354,7 @@ def _weights(source: str, revision: str | None, packages: Mapping) -> dict:
             else sorted(p for p in path.iterdir() if p.suffix in (".safetensors", ".bin", ".pt", ".json"))
         )
         return {"source": source, "files": {file.name: file_sha256(file) for file in files}}
-    if path.is_absolute():  # a folder of a part that the method at hand may not need
+    if is_path(source):  # of a part that the method at hand may not need
         return {"source": source, "files": {}}
     cached = try_to_load_from_cache(source, "config.json", revision=revision)
     commit = Path(cached).parent.name if isinstance(cached, str) else None

@@ -46,7 +46,7 @@ OF_FACTS = ("dtype", "device", "weights", "target_pass_bytes", "peak_memory_byte
 OF_NEWER_FACTS = (
     *("threads", "kernels", "tiles", "compiled"),
     *("extra_cores", "slice_seconds", "anatomy", "weights_source", "round_costs", "draft", "processor"),
-    "engine_target",
+    *("engine_target", "prompting"),
     *("reference_answer", "any_length", "longest_path", "max_nodes"),
 )
 QUESTION_COLUMNS = {
@@ -102,8 +102,8 @@ def summary(records: list[dict], facts: dict, config: dict) -> dict:
         "questions_sha256": facts.get("questions"),
         "verification": config["decoding"].get("verification", TOKEN),  # older folders have none
         "draft_length": config["decoding"].get("draft_length", CONSTANT),
-        "repeats": len({record["repeat"] for record in records if record["turns"]}) or config["repeats"],
-        "processes": len({record["process"] for record in records}),
+        "repeats": len({record["repeat"] for record in every}) or config["repeats"],
+        "processes": len({record["process"] for record in every}) or None,
         **{key: facts[key] for key in OF_FACTS},
         **{key: facts.get(key) for key in OF_NEWER_FACTS},
         "engine": engine_numbers(every, generations, facts),
