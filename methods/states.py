@@ -45,7 +45,7 @@ from specbench.system.files import check_settings, lock_folder, make_folder, rea
 from specbench.system.settings import Count, Natural, NotNegative, Seed, check_all
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection, Iterable, Iterator
 
     from omegaconf import DictConfig
     from transformers import PreTrainedModel
@@ -74,6 +74,14 @@ SETTINGS = {
 def key_of(tap: int) -> str:
     """What a batch calls the target's states of a tap."""
     return f"{HIDDEN}{'normed' if tap == NORMED else tap}"
+
+
+def arrays_for(taps: Iterable[int] = ()) -> frozenset[str]:
+    """What a training reads of a folder beside ids and weights: these depths, the normed states, the distributions."""
+    return frozenset({LIKELIEST, PROBS, *map(key_of, (*taps, NORMED))})
+
+
+FINALS = arrays_for()
 
 
 def check_context(cfg: DictConfig, pair: Pair) -> None:

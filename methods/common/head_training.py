@@ -7,12 +7,13 @@ tokens that the assistant says, by the token that is guessed.
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from methods.common.losses import ALL, CHUNK, Guess, Head, Loss, teacher_of
+from methods.common.losses import ALL, CHUNK, Guess, Head, Loss, first_choices, teacher_of
 from methods.common.rank_trees import best_tree, counted_paths
 from methods.common.training import (
     batches_on,
@@ -101,8 +102,8 @@ class HeadDistillation(Guesses):
         among = before_answers(batch, k)
         n = among.shape[1]
         states = self.states(batch, finals)
-        student = [self.logits(states[i][:, :n][among], i).argmax(-1) for i in range(k)]
-        teacher = [self.head(finals[:, 1 + i : 1 + i + n][among]).argmax(-1) for i in range(k)]
+        student = [first_choices(partial(self.logits, i=i), states[i][:, :n][among]) for i in range(k)]
+        teacher = [first_choices(self.head, finals[:, 1 + i : 1 + i + n][among]) for i in range(k)]
         return torch.stack(student), torch.stack(teacher)
 
     @torch.no_grad()

@@ -232,19 +232,27 @@ class StopTracker:
         self.counts: torch.Tensor | None = None
         self._going: torch.Tensor | bool = True
 
-    def goes_on(self, logits: torch.Tensor) -> bool:
-        """Counts a token drafted from logits [b, rows]; returns whether any sequence goes on."""
-        return self.threshold <= 0 or self.goes_on_at(confidence(logits))
+    def goes_on(self, logits: torch.Tensor, is_last: bool = False) -> bool:
+        """Counts a token drafted from logits [b, rows]; arguments and result are those of `goes_on_at`."""
+        return self.threshold <= 0 or self.goes_on_at(confidence(logits), is_last)
 
-    def goes_on_at(self, likely: torch.Tensor) -> bool:
-        """Counts a token, or a level of a tree, of confidence `likely` [b]; returns whether any sequence goes on."""
+    def goes_on_at(self, likely: torch.Tensor, is_last: bool = False) -> bool:
+        """Counts a token, or a level of a tree.
+
+        Args:
+            likely: its confidence [b].
+            is_last: whether the draft ends after it anyway: then nobody waits for the device to know it.
+
+        Returns:
+            Whether any sequence goes on.
+        """
         if self.threshold <= 0:
             return True
         if likely.shape[0] == 1:
-            return not bool(likely < self.threshold)
+            return not is_last and not bool(likely < self.threshold)
         if self.counts is None:
             self._going = torch.ones(likely.shape[0], dtype=torch.bool, device=likely.device)
             self.counts = self._going.long() * 0
         self.counts = self.counts + self._going
         self._going = self._going & (likely >= self.threshold)
-        return bool(self._going.any())
+        return not is_last and bool(self._going.any())

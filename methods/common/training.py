@@ -12,7 +12,9 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from methods.states import (
+    FINALS,
     HIDDEN,
+    arrays_for,
     batches_of_states,
     check_context,
     check_states,
@@ -137,7 +139,7 @@ def batches(
     held_out: bool = False,
     start: int = 0,
     stride: int = 1,
-    arrays: Collection[str] | None = None,
+    arrays: Collection[str] | None = FINALS,
 ) -> Iterator[Batch]:
     """Endless batches of packed conversations; see `specbench.data.conversations`.
 
@@ -148,9 +150,11 @@ def batches(
     return islice(batched(rows_of(cfg, pair, held_out), cfg.batch_size), start, None, stride)
 
 
-def batches_on(cfg: DictConfig, pair: Pair, held_out: bool = False) -> Iterator[Batch]:
+def batches_on(
+    cfg: DictConfig, pair: Pair, held_out: bool = False, arrays: Collection[str] = FINALS
+) -> Iterator[Batch]:
     """As `batches`, on the pair's device."""
-    for batch in batches(cfg, pair, held_out):
+    for batch in batches(cfg, pair, held_out, arrays=arrays):
         yield {name: tensor.to(pair.device) for name, tensor in batch.items()}
 
 
@@ -321,9 +325,9 @@ def mask_to_fill(cfg: DictConfig, pair: Pair, embedded: int) -> int:
     return int(mask)
 
 
-def held_out_batches(cfg: DictConfig, pair: Pair) -> list[Batch]:
+def held_out_batches(cfg: DictConfig, pair: Pair, arrays: Collection[str] = FINALS) -> list[Batch]:
     """A few batches of conversations that are never trained on, on the pair's device."""
-    return list(islice(batches_on(cfg, pair, held_out=True), HELD_OUT_BATCHES))
+    return list(islice(batches_on(cfg, pair, True, arrays), HELD_OUT_BATCHES))
 
 
 def predicting(states: torch.Tensor, batch: Batch, weight: float | None = None) -> torch.Tensor:
@@ -405,6 +409,7 @@ def train_part(
     cfg: DictConfig,
     pair: Pair,
     begins: str,
+    taps: Collection[int] = (),
 ) -> Path:
     """Trains a part as configured, and returns its folder.
 
@@ -415,13 +420,15 @@ def train_part(
         cfg: settings of the trainer.
         pair: with the target.
         begins: what is trained before the first step, for the record.
+        taps: depths whose states it reads, beside those after the final norm.
     """
-    held_out, dtype = held_out_batches(cfg, pair), getattr(torch, cfg.save_dtype)
+    arrays, dtype = arrays_for(taps), getattr(torch, cfg.save_dtype)
+    held_out, text = held_out_batches(cfg, pair, arrays), partial(batches, cfg, pair, arrays=arrays)
 
     def save(out: Path, figures: dict[str, float]) -> None:
         save_part(out, dtype, **figures)
 
-    return training.train(module, partial(batches, cfg, pair), lambda: evaluate(held_out), save, cfg, begins)
+    return training.train(module, text, lambda: evaluate(held_out), save, cfg, begins)
 
 
 def train_draft(

@@ -319,7 +319,7 @@ def train(cfg: DictConfig) -> Path:
     module = BlockDistillation(model, target, cfg.blocks, cfg.decay, cfg.distance_share)
 
     figures = held_out_figures(module.choices, "place")
-    return train_part(module, figures, partial(save_blocks, model), cfg, pair, BEGINS)
+    return train_part(module, figures, partial(save_blocks, model), cfg, pair, BEGINS, model.taps)
 
 
 main = program("train_dflash", train)

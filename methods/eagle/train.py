@@ -34,6 +34,7 @@ from methods.common.training import (
 )
 from methods.eagle.chain import chained
 from specbench.config.compose import program
+from specbench.data.training import saved
 from specbench.system.errors import UserError
 from specbench.system.settings import Count
 
@@ -156,7 +157,8 @@ def train(cfg: DictConfig) -> Path:
     pair = target_pair(cfg)
     target = pair.staged
     model = fresh_model(target)
-    fit(model, target, batches_on(cfg, pair))
+    if saved(cfg) is None:
+        fit(model, target, batches_on(cfg, pair))
     return train_heads(
         Distillation(model, target, Loss.of(cfg)), cfg, pair, partial(save_eagle, model), BEGINS, "depth"
     )

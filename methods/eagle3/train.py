@@ -194,7 +194,7 @@ def train(cfg: DictConfig) -> Path:
     from methods.eagle3.checkpoint import save_eagle3  # late, as above
 
     module = TrainingTimeTest(model, pair.staged, cfg.draft_steps, Loss.of(cfg))
-    return train_part(module, module.figures, partial(save_eagle3, model), cfg, pair, begins)
+    return train_part(module, module.figures, partial(save_eagle3, model), cfg, pair, begins, model.taps)
 
 
 main = program("train_eagle3", train)

@@ -52,7 +52,7 @@ class HydraHeads(StateHeads):
         self.head = draft_head(pair, self.target)
         self._prefix_bytes = 0 if loaded.prefix is None else weight_bytes(loaded.prefix)
         self._outputs = [self._own_output(i) for i in range(loaded.heads)]
-        squares = [weight_bytes(layer) for layer in loaded.square] or [0] * loaded.heads
+        squares = [(loaded.layers - 1) * weight_bytes(layer) for layer in loaded.square] or [0] * loaded.heads
         outputs = [self.head.bytes if output is None else weight_bytes(output) for output in self._outputs]
         self._level_bytes = [sum(parts) for parts in zip(map(weight_bytes, loaded.wide), squares, outputs)]
         return loaded.heads, settings.get("tree")

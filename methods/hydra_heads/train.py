@@ -32,6 +32,7 @@ from methods.common.training import (
     trainer,
 )
 from specbench.config.compose import program
+from specbench.data.training import saved
 from specbench.system.settings import Count
 
 if TYPE_CHECKING:
@@ -148,7 +149,8 @@ def train(cfg: DictConfig) -> Path:
     pair = target_pair(cfg)
     target = pair.staged
     heads, prefix = fresh_heads(target, cfg.heads, cfg.layers, cfg.prefix, cfg.own_output)
-    fit(heads, target, batches_on(cfg, pair))
+    if saved(cfg) is None:
+        fit(heads, target, batches_on(cfg, pair))
     module = Distillation(heads, target, Loss.of(cfg))
     begins = "heads that fit the state of their token by least squares" + cfg.prefix * f", {prefix}"
     return train_heads(module, cfg, pair, partial(save_heads, heads), begins)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from methods.common.checkpoints import attention_sizes
-from methods.common.losses import ALL, Guess, Head, Loss, teacher_of
+from methods.common.losses import ALL, Guess, Head, Loss, first_choices, teacher_of
 from methods.common.training import (
     SETTINGS,
     begin_like,
@@ -100,7 +100,7 @@ class Distillation(torch.nn.Module):
 
     def choices(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """First choices [n] of adapter and target before each token that the assistant says."""
-        student, teacher = (self.head(predicting(s, batch, 1.0)).argmax(-1) for s in self.states(batch))
+        student, teacher = (first_choices(self.head, predicting(s, batch, 1.0)) for s in self.states(batch))
         return student, teacher
 
 
@@ -126,7 +126,7 @@ def train(cfg: DictConfig) -> Path:
     if is_like:
         begins = f"attention of the target's layer {like_layer}, its final norm"
     save = partial(save_adapter, adapter, exit_layer=exit_layer)
-    return train_part(module, held_out_figures(module.choices), save, cfg, pair, begins)
+    return train_part(module, held_out_figures(module.choices), save, cfg, pair, begins, (exit_layer,))
 
 
 main = program("train_kangaroo", train)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from methods.common.losses import ALL, Goals, Guess, Head, Loss, teacher_of, text_of
+from methods.common.losses import ALL, Goals, Guess, Head, Loss, first_choices, teacher_of, text_of
 from methods.common.training import (
     DRAFT_SETTINGS,
     agreement,
@@ -75,8 +75,8 @@ class Streaming(torch.nn.Module):
         """First choices [n] of the main stream and of the target before each token that the assistant says."""
         student, teacher = self.states(batch["input_ids"])[:, :, 0], finals_of(self.target, batch)
         return (
-            self._head(predicting(student, batch, 1.0)).argmax(-1),
-            self._target_head(predicting(teacher, batch, 1.0)).argmax(-1),
+            first_choices(self._head, predicting(student, batch, 1.0)),
+            first_choices(self._target_head, predicting(teacher, batch, 1.0)),
         )
 
     def states(self, ids: torch.Tensor) -> torch.Tensor:
@@ -113,7 +113,7 @@ class Streaming(torch.nn.Module):
         batch = batch | {"loss_weight": (batch["loss_weight"] == 1).float()}
         for j in range(states.shape[2]):
             goals = Goals.of(batch, None, 1 + j)
-            chosen = self._head(goals.before(states[:, :, j], 1 + j)).argmax(-1)
+            chosen = first_choices(self._head, goals.before(states[:, :, j], 1 + j))
             true_tokens = batch["input_ids"][goals.batch_index, goals.positions]
             counts.append(torch.tensor([(chosen == true_tokens).sum(), len(true_tokens)]))
         return torch.stack(counts)

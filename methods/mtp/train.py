@@ -29,6 +29,7 @@ from methods.common.training import (
 from methods.eagle.steps import StepDistillation
 from methods.eagle.train import pairs_of
 from specbench.config.compose import program
+from specbench.data.training import saved
 from specbench.system.settings import Count, Probability
 
 if TYPE_CHECKING:
@@ -78,7 +79,8 @@ def train(cfg: DictConfig) -> Path:
     check_length(cfg, "draft_steps")
     pair = target_pair(cfg)
     model = fresh_model(pair.staged)
-    fit(model, pair.staged, batches_on(cfg, pair))
+    if saved(cfg) is None:
+        fit(model, pair.staged, batches_on(cfg, pair))
     from methods.mtp.checkpoint import save_mtp  # late, as above
 
     module = StepDistillation(model, pair.staged, cfg.draft_steps, cfg.decay, Loss.of(cfg))

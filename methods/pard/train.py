@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from methods.common.losses import Guess, Head, Loss, teacher_of
+from methods.common.losses import Guess, Head, Loss, first_choices, teacher_of
 from methods.common.masked_places import JUDGED, MASKED_SETTINGS, Places, places_by_masks, shares_of
 from methods.common.training import (
     DRAFT_SETTINGS,
@@ -116,8 +116,8 @@ class ParallelDistillation(torch.nn.Module):
         is_assistant = batch["loss_weight"] == 1.0
         among = torch.stack([is_assistant[:, places + 1 + j] for j in range(k)]).all(0)
         draft_head, target_head = self.heads
-        student = [draft_head(of[:, places][among]).argmax(-1) for of in states]
-        truth = [target_head(finals[:, places + j][among]).argmax(-1) for j in range(k)]
+        student = [first_choices(draft_head, of[:, places][among]) for of in states]
+        truth = [first_choices(target_head, finals[:, places + j][among]) for j in range(k)]
         return torch.stack(student), torch.stack(truth)
 
 

@@ -137,7 +137,7 @@ def train(cfg: DictConfig) -> Path:
     module = MaskDistillation(model, pair.staged, cfg.tokens_ahead, *shares, Loss.of(cfg))
 
     figures = held_out_figures(module.agreed, "token")
-    return train_part(module, figures, partial(save_eagle3, model), cfg, pair, begins)
+    return train_part(module, figures, partial(save_eagle3, model), cfg, pair, begins, model.taps)
 
 
 main = program("train_peagle", train)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from specbench.decoding.model.staged_model import StagedModel
     from specbench.decoding.slots import Slots
-    from specbench.decoding.state import Batch, Prefill, SequenceState, Verified
+    from specbench.decoding.state import Batch, Draft, Prefill, SequenceState, Verified
 
 
 class SortedDraft(SpeculativeSampling):
@@ -105,7 +105,21 @@ class SortedDraft(SpeculativeSampling):
             for slot, (length, count) in enumerate(zip(batch.lengths, verified.counts)):
                 deeper[slot] = min(deeper[slot], length + count)
 
-    looks = True  # at each exit, whether a token goes deeper
+    @property
+    def looks(self) -> bool:
+        """At each exit but the last it looks whether a token goes deeper."""
+        return len(self.exits) > 1 or self.confidence_threshold > 0
+
+    def draft(self, batch: Batch) -> Draft:
+        """As of a draft model without exits; the stats tell the exits."""
+        draft = super().draft(batch)
+        if not self.looks:
+            draft.stats = {"exits": [[self.layers] * draft.tokens.shape[1]] * batch.size}
+        return draft
+
+    def _draft_bytes(self, batch: Batch, n: int, k: int) -> float:
+        """Bytes of weights that k tokens read."""
+        return k * self._exit_bytes[self.layers]
 
     def _next(self, batch: Batch, ids: torch.Tensor, offset: int) -> tuple[torch.Tensor, Any, float]:
         """One pass; each sequence takes its first exit that is sure enough, and the batch goes to the deepest one."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from methods.common.losses import ALL, Guess, Head, Loss, text_of
+from methods.common.losses import ALL, Guess, Head, Loss, first_choices, text_of
 from methods.common.training import (
     DRAFT_SETTINGS,
     agreement,
@@ -65,8 +65,8 @@ class Sorted(torch.nn.Module):
     def choices(self, batch: Batch, target: StagedModel) -> tuple[torch.Tensor, torch.Tensor]:
         """First choices [exits, n] and [n] of the exits and of a target before each token that the assistant says."""
         final = finals_of(target, batch)
-        exits = [self._head(predicting(s, batch, 1.0)).argmax(-1) for s in self.states(batch)]
-        return torch.stack(exits), Head.of(target.model)(predicting(final, batch, 1.0)).argmax(-1)
+        exits = [first_choices(self._head, predicting(s, batch, 1.0)) for s in self.states(batch)]
+        return torch.stack(exits), first_choices(Head.of(target.model), predicting(final, batch, 1.0))
 
 
 @trainer(DRAFT_SETTINGS | {"layers": Count | list[int], "exits": list[Count]})

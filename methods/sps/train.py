@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from methods.common.losses import ALL, Guess, Head, Loss, teacher_of
+from methods.common.losses import ALL, Guess, Head, Loss, first_choices, teacher_of
 from methods.common.training import (
     DRAFT_SETTINGS,
     finals_of,
@@ -61,7 +61,7 @@ class Distillation(torch.nn.Module):
     def choices(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """First choices [n] of draft and target before each token that the assistant says."""
         both = zip(self._heads, self.states(batch))
-        student, teacher = (head(predicting(states, batch, 1.0)).argmax(-1) for head, states in both)
+        student, teacher = (first_choices(head, predicting(states, batch, 1.0)) for head, states in both)
         return student, teacher
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal
 from tqdm import tqdm
 
 from methods.common.training import answered
-from methods.vocab_trim.vocab_map import rank, save_vocab_map
+from methods.vocab_trim.vocab_map import always_kept, rank, save_vocab_map
 from specbench.config.compose import program
 from specbench.data.conversations import check_conversations, conversations, count_left_out
 from specbench.data.training import questions_of
@@ -90,6 +90,9 @@ def calibrate(cfg: DictConfig) -> Path:
     check_conversations(cfg)
     pair = load_pair(cfg.pair, cfg.seed, with_draft=cfg.source == "draft_generated")
     counts, data = count(answers(cfg, pair, cfg.source), cfg.tokens, cfg.source)
+    forced = len(always_kept(pair.tokenizer, pair.stop_ids))
+    if cfg.size is not None and cfg.size < forced:
+        raise UserError(f"size={cfg.size} is too small: {forced} special tokens are always kept")
     rows = rank(counts, pair.tokenizer, pair.stop_ids)[: cfg.size]
     facts = {"source": cfg.source, "pair": pair.name, "tokens": counts.total(), "data": data}
     facts |= {"questions": questions_of(cfg), "left_out": count_left_out(cfg)}

@@ -94,10 +94,15 @@ def kept_ids(source: str | Path, pair: Pair, size: int | None) -> list[int]:
         raise UserError(
             f"the vocabulary map '{path}' is broken: it lists an id twice, or an id without a token"
         )
-    forced = len(always_kept(pair.tokenizer, pair.stop_ids))
-    if size is not None and not forced <= size <= len(vocabulary):
+    forced = always_kept(pair.tokenizer, pair.stop_ids)
+    if size is not None and not len(forced) <= size <= len(vocabulary):
         raise UserError(
-            f"vocab.size must lie between {forced} (special tokens) and {len(vocabulary)}, not {size}"
+            f"vocab.size must lie between {len(forced)} (special tokens) and {len(vocabulary)}, not {size}"
+        )
+    if lacking := {*forced} - {*ids[:size]}:
+        raise UserError(
+            f"the vocabulary map '{path}' lacks {len(lacking)} special or stop tokens of pair '{pair.name}', such as "
+            f"{min(lacking)}: calibrate one for it"
         )
     if size is not None and size > len(ids):
         filler, listed = size - len(ids), set(ids)

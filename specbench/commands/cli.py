@@ -213,7 +213,7 @@ COMMANDS = {
         f"NAME {KEYS}",
         "Make what a method needs for a target: an adapter, a draft model, a datastore.",
         (
-            ("train kangaroo pair=vicuna-7b conversations=sharegpt.jsonl", "an adapter"),
+            ("train kangaroo pair=vicuna-7b conversations=sharegpt.jsonl learning_rate=5e-5", "an adapter"),
             ("train sps pair=vicuna-7b conversations=answers.jsonl steps=10000", "distils a draft model"),
             ("train rest pair=vicuna-7b conversations=sharegpt.jsonl data=spec_bench", "a datastore"),
         ),

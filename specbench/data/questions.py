@@ -66,7 +66,10 @@ def file_questions(data: Mapping, task: Mapping, path: Path | None = None) -> li
 
 def warmup_questions(data: Mapping) -> list[Question]:
     """Questions to warm up with, outside the measured set: those of `data.warmup`, else the embedded ones."""
-    return read_questions(_existing(data["warmup"] or WARMUP, "data.warmup"), TASKS)
+    path = _existing(data["warmup"] or WARMUP, "data.warmup")
+    if not (questions := read_questions(path, TASKS)):
+        raise UserError(f"data.warmup: {path} holds no question")
+    return questions
 
 
 def find_questions_file(data: Mapping) -> Path:

@@ -232,10 +232,10 @@ class Referee:
 
     def noise(self, answers: Sequence[Answered]) -> float:
         """The rounding noise between the referee and any other program on some of the answers, in logits."""
-        samples = [
-            (a.prompt, a.tokens[:SAMPLE_TOKENS]) for a in answers[:SAMPLES] if len(a.tokens) >= SAMPLE_TOKENS
-        ]
-        samples = samples or [(a.prompt, a.tokens) for a in answers[:SAMPLES] if len(a.tokens) > 1]
+        samples = [(a.prompt, a.tokens[:SAMPLE_TOKENS]) for a in answers if a.tokens]
+        samples = sorted(samples, key=lambda sample: -len(sample[1]))[
+            :SAMPLES
+        ]  # long ones, the first of them
         return max(shape_noise(self.target, samples), foreign_noise(self.target, samples)) if samples else 0.0
 
     @torch.inference_mode()
@@ -275,7 +275,14 @@ class Arm:
         if end is not None:
             return end
         other = np.flatnonzero(np.array(judged.best[:-1]) != np.array(answer.tokens, dtype=int))
-        return self._at(judged, int(other[0]), "rounding") if len(other) else None
+        if len(other):
+            return self._at(judged, int(other[0]), "rounding")
+        n = len(answer.tokens)
+        stopped = n > 0 and answer.tokens[-1] in self.stop_ids
+        is_open = not (stopped or self.drawn or n == limit_of(answer, self.cap, judged.room))
+        if is_open and judged.end_margin > 0:  # where the referee's stop token is nearly its best
+            return Departure(n, None, judged.best[-1], judged.end_margin, "rounding")
+        return None
 
     def verdict(self, judged: Judged) -> str:
         """exact, tie or violation."""

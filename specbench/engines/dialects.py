@@ -73,6 +73,12 @@ class Reply:
         """The answer."""
         return [token for one in self.passes for token in one.tokens]
 
+    def completed(self) -> Reply:
+        """This answer, with what the stream left out."""
+        if self.complete is not None:
+            self.complete()
+        return self
+
 
 @dataclass(frozen=True, slots=True)
 class SentToken:

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import json
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -31,8 +32,12 @@ VERSION = (
 
 
 def environment(install: Mapping) -> Path:
-    """Where the environment of an engine lies: one for each content, as `conf/engine/NAME.yaml` has it in `install`."""
-    digest = hashlib.sha256(json.dumps(dict(install), sort_keys=True).encode()).hexdigest()[:8]
+    """Where the environment of an engine lies: one for each content, as `conf/engine/NAME.yaml` has it in `install`.
+
+    And for each Python and kind of processor: a home may serve several machines, and an update may replace a Python.
+    """
+    content = dict(install), sys.version_info[:2], platform.machine()
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:8]
     return cache_folder() / "engines" / f"{_name(install['requirements'][-1])}-{digest}"
 
 

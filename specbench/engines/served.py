@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from specbench.decoding.sampling import truncate_at_stop
 from specbench.decoding.trace import Generation, Step, counted
-from specbench.engines.client import EngineError
+from specbench.engines.client import EngineError, RefusedError
 from specbench.engines.dialects import DIALECTS, TargetPass
 from specbench.engines.environments import program
 from specbench.system.errors import JobError, UserError
@@ -143,7 +143,11 @@ class ServedEngine:
 
     def tops(self, request: Request) -> tuple[list[int], list[dict[int, float]]]:
         """An answer of the plain server, and log-probabilities by id at each place; of none where it gives none."""
-        reply = self._whole_reply(PLAIN, request, tops=True)
+        try:
+            reply = self._reply(PLAIN, request, tops=True).completed()
+        except (EngineError, RefusedError) as error:
+            self._note(f"{PLAIN}: it gives no log-probabilities: {error}")
+            reply = self._answer(PLAIN, request)[0].completed()
         return reply.tokens, reply.tops
 
     def close(self) -> None:
@@ -228,13 +232,6 @@ class ServedEngine:
                 )
         return reply, begun
 
-    def _whole_reply(self, name: str, request: Request, tops: bool = False) -> Reply:
-        """As `_reply`, with what the stream left out."""
-        reply = self._reply(name, request, tops)
-        if reply.complete is not None:
-            reply.complete()
-        return reply
-
     def _reply(self, name: str, request: Request, tops: bool = False) -> Reply:
         url, stops = self.servers[name].url, self._stops(request)
         reply = self.dialect(url, request, stops, self.answer_seconds, tops)
@@ -312,7 +309,8 @@ class ServedEngine:
         for drawn in requests:
             request = replace(drawn, decoding=replace(drawn.decoding, temperature=0.0))
             replies, again = (
-                {name: self._whole_reply(name, request) for name in (PLAIN, SPECULATIVE)} for _ in range(2)
+                {name: self._reply(name, request).completed() for name in (PLAIN, SPECULATIVE)}
+                for _ in range(2)
             )
             for name, reply in (*replies.items(), *again.items()):
                 _check_read(name, reply, request)

@@ -103,6 +103,7 @@ class Vllm(ServedEngine):
             "max-model-len": pair.context_length,
             "generation-config": "vllm",
             "no-enable-prefix-caching": True,
+            "enable-prompt-tokens-details": True,  # they tell what a prefix cache remembered
             "max-num-seqs": batch_size,
             **plain,
         }
@@ -133,6 +134,9 @@ class Vllm(ServedEngine):
     def check(cls, settings: Mapping[str, Any], drafter: Mapping[str, Any], batch_size: int) -> None:
         """As of every engine. Raises UserError for a drafter of this project's that cannot draft inside vLLM, too."""
         super().check(settings, drafter, batch_size)
+        plain = settings.get("plain") or {}
+        if plain.get("enable-prefix-caching") or plain.get("no-enable-prefix-caching") is False:
+            raise UserError("a prefix cache makes second answers faster: leave it out of engine.plain")
         if settings["speculative"][drafter["name"]].get(OWN_CODE):
             _check_text_alone(drafter)
 

@@ -97,6 +97,8 @@ class Bench:
         """One turn of some questions through all arms: by question, from requests by arm to a record."""
         order = self.protocol.order(self.setup.arms, pool, turn, repeat)
         in_order = {name: [by_arm[name] for by_arm in requests.values()] for name in order}
+        for engine in self.setup.engines:  # one that failed has given its buffers up
+            engine.reserve(in_order[METHOD])
         measured = self.conductor.measure(in_order)
         records: dict[int, dict] = {}
         for i, (number, by_arm) in enumerate(requests.items()):

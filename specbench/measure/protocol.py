@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import permutations
 from typing import TYPE_CHECKING
@@ -55,13 +56,14 @@ class Protocol:
 
     def longest_prompt(self, questions: Iterable[Question]) -> int:
         """Tokens of the longest prompt that any turn may have, if answers are as long as they can be; 0 without any."""
-        # Of a word each: some templates refuse an assistant that says nothing.
-        last = (
-            len(self.prompt(one, ["x"] * (len(one.turns) - 1)))
-            + (len(one.turns) - 1) * self.decoding.max_new_tokens
-            for one in questions
-        )
-        return min(max(last, default=0), self.pair.context_length - 1)
+        longest = 0
+        for one in questions:
+            turns = len(one.turns) - 1
+            with suppress(Exception):  # it fails, and is told, when it is asked
+                # Of a word each: some templates refuse an assistant that says nothing.
+                prompt = self.prompt(one, ["x"] * turns)
+                longest = max(longest, len(prompt) + turns * self.decoding.max_new_tokens)
+        return min(longest, self.pair.context_length - 1)
 
     def request(self, question: Question, answers: Mapping[str, list[str]], arm: str, repeat: int) -> Request:
         """The next turn of a question for one arm.

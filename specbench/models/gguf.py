@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 SUFFIX = ".gguf"
-FORM = 3  # of what is kept; another one is made anew
+FORM = 4  # of what is kept; another one is made anew
 SOURCE = "source.json"  # what a converted model says of its file
 MODEL, PARTIAL = "model", "partial"  # folders: of the model, and of what is not complete yet
 # Types of tensors that are not quantised.
@@ -144,6 +144,17 @@ def _field(reader: Any, end: str) -> Any:
     return next((field.contents() for key, field in reader.fields.items() if key.endswith(end)), None)
 
 
+def _check_whole(path: Path, reader: Any, model: Any) -> None:
+    """Raises UserError where a file has numbers that transformers has left out without a word, such as biases."""
+    there = sum(int(one.n_elements) for one in reader.tensors if not one.name.startswith("rope_"))
+    read = sum(weight.numel() for weight in model.parameters())  # a tied head once, as in the file
+    if there > read:
+        raise UserError(
+            f"'{path}' holds {there:,} weights, of which transformers reads {read:,}, so that it would be another "
+            "model: name the original one, in a folder or on the hub"
+        )
+
+
 def _complete(config: Any, reader: Any) -> None:
     """Gives a config the numbers of its file's attention that transformers reads of some families alone.
 
@@ -240,6 +251,8 @@ def _convert(path: Path, digest: str, folder: Path) -> None:
         missing = sorted(info["missing_keys"])
         raise UserError(f"'{path}' lacks {len(missing)} tensors, such as {missing[0]}")
     warn_of_unused(str(path), info["unexpected_keys"])
+    if not info["unexpected_keys"]:
+        _check_whole(path, reader, model)
     _complete(model.config.get_text_config(), reader)
     ends = {int(reader.fields[key].contents()) for key in ENDS if key in reader.fields}
     vocabulary = tokenizer.get_vocab()

@@ -211,6 +211,8 @@ def test_packaged_paths_do_not_depend_on_the_working_directory(monkeypatch, tmp_
 
 def test_warmup_questions_come_from_their_own_file(file):
     assert [q.question_id for q in warmup_questions(data(warmup=file(line(5))))] == [5]
+    with pytest.raises(UserError, match=r"data\.warmup: .* holds no question"):
+        warmup_questions(data(warmup=file("")))
 
 
 @pytest.fixture

@@ -143,6 +143,9 @@ def test_an_answer_must_end_where_the_target_ends():
     early = audited(pair, [answered(tokens[:3])])
     assert early.verdicts == {VIOLATION: 1}
     assert early.departure(early.judged[0]).reason == "ends early"
+    margin = early.judged[0].end_margin
+    nearly = audited(pair, [answered(tokens[:3])], margin * 1.1)
+    assert nearly.verdicts == {TIE: 1} and nearly.departure(nearly.judged[0]).margin == margin
     at_the_cap = answered(tokens[:3], cap=3)
     assert audited(pair, [at_the_cap]).verdicts == {EXACT: 1}
     following = int(pair.target(torch.tensor([PROMPT + tokens])).logits[0, -1].argmax())
@@ -150,6 +153,16 @@ def test_an_answer_must_end_where_the_target_ends():
     departure = late.departure(late.judged[0])
     assert late.verdicts == {VIOLATION: 1}
     assert (departure.index, departure.reason) == (len(tokens), "continues after a stop token")
+
+
+def test_rounding_is_measured_on_answers_that_are_long_enough():
+    """However short the first ones are."""
+    pair = random_pair("llama")
+    tokens = greedy(pair)
+    noises = [
+        Referee(pair, 0.0).noise([*[answered(tokens[:1])] * short, answered(tokens)]) for short in (0, 5)
+    ]
+    assert noises[0] == noises[1] > 0
 
 
 def test_an_engine_that_says_nothing_is_not_exact():

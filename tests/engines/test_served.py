@@ -24,8 +24,8 @@ from specbench.decoding.state import Request
 from specbench.engines import client, dialects
 from specbench.engines import served as module
 from specbench.engines import server as module_server
-from specbench.engines.client import EngineError
-from specbench.engines.dialects import DIALECTS, TargetPass, _counted
+from specbench.engines.client import EngineError, RefusedError
+from specbench.engines.dialects import DIALECTS, Reply, TargetPass, _counted
 from specbench.engines.openai import OpenAI
 from specbench.engines.served import PLAIN, SPECULATIVE, ServedEngine
 from specbench.engines.server import Server, _pin, own_environment
@@ -74,6 +74,46 @@ def process_engine(pair, speculative: dict | None = None, silent: float = PATIEN
     return ServedEngine(pair, servers, "llama_cpp", silent)
 
 
+def test_a_server_that_ignores_a_temperature_is_refused(pair, monkeypatch):
+    """Greedily it does all that it is told."""
+    events = engine_stub.EVENTS["/completion"]
+    monkeypatch.setitem(
+        engine_stub.EVENTS,
+        "/completion",
+        lambda stub, body, wrong: events(stub, body | {"temperature": 0.0}, wrong),
+    )
+    drawn = Request(PROMPT, SamplingParams(NEW, 0.7), 3)
+    with (
+        serving(Stub(counting), Stub(counting, drafts=True)) as urls,
+        pytest.raises(UserError, match=r"temperature"),
+    ):
+        engine_of(pair, urls, "llama_cpp").open([drawn])
+
+
+def test_what_an_ended_answer_did_not_say_was_not_accepted(pair):
+    engine = engine_of(pair, ["", ""], "openai")
+    reply = Reply([TargetPass(0.0, [5]), TargetPass(1.0, [6], 4, 4)], ended=1.0)
+    (step,) = engine._generation(SPECULATIVE, reply, 0.0, request(2)).steps
+    assert (step.drafted, step.emitted, step.accepted) == (4, 1, 1)
+
+
+@pytest.mark.parametrize("error", [EngineError("gone"), RefusedError("no logprobs")])
+def test_where_a_server_gives_no_log_probabilities_it_answers_without(pair, error):
+    with serving(Stub(counting), Stub(counting, drafts=True)) as urls:
+        engine = engine_of(pair, urls, "llama_cpp")
+        asked = engine.dialect
+
+        def without(*given):
+            if given[-1]:
+                raise error
+            return asked(*given)
+
+        engine.dialect = without
+        tokens, tops = engine.tops(request())
+    assert tokens == counting(PROMPT, NEW) and not tops
+    assert engine.faults == [f"plain: it gives no log-probabilities: {error}"]
+
+
 @pytest.mark.parametrize("dialect", sorted(DIALECTS))
 class TestDialects:
     def test_a_reply_holds_the_passes_that_it_came_from(self, dialect):
@@ -95,6 +135,11 @@ class TestDialects:
         [body] = stub.bodies
         assert body["prompt"] == PROMPT and body["temperature"] == 0.7 and body["seed"] == 9
         assert 5 in (body.get("n_predict"), body.get("max_tokens"))
+        # From the whole distribution, as it is, and no prompt is remembered.
+        neutral = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+        neutral |= {"presence_penalty": 0.0, "frequency_penalty": 0.0}
+        whole = {"llama_cpp": {"samplers": ["temperature"], "cache_prompt": False}, "openai": neutral}
+        assert {key: body.get(key) for key in whole[dialect]} == whole[dialect]
 
     def test_log_probabilities_come_by_place(self, dialect):
         with serving(Stub(counting)) as [url]:

@@ -80,6 +80,8 @@ def test_one_server_decodes_plainly_and_the_other_speculates(commands):
         and shared["host"] == "127.0.0.1"
     )
     assert shared["max-model-len"] == "4096" and shared["max-num-seqs"] == "1"
+    assert shared["generation-config"] == "vllm" and shared["enable-prompt-tokens-details"] is True
+    assert of[SPECULATIVE]["per-request-spec-decode-metrics"] == "detailed"
 
 
 def test_both_run_on_the_same_cores_without_a_network(commands):

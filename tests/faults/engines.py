@@ -168,4 +168,28 @@ FAULTS = (
         "        seconds = time.perf_counter() - begun\n",
         ("tests/engines/test_served.py",),
     ),
+    Fault(
+        "a temperature that a server ignores is not seen",
+        "engines",
+        "specbench/engines/served.py",
+        "            _check_read(name, reply, requests[0])\n",
+        "",
+        ("tests/engines/test_served.py",),
+    ),
+    Fault(
+        "draft tokens that an ended answer does not hold count as accepted",
+        "engines",
+        "specbench/engines/served.py",
+        "accepted=min(accepted, emitted),",
+        "accepted=accepted,",
+        ("tests/engines/test_served.py",),
+    ),
+    Fault(
+        "another engine draws from a part of its distribution",
+        "engines",
+        "specbench/engines/dialects.py",
+        '        "samplers": ["temperature"],\n',
+        "",
+        ("tests/engines/test_served.py",),
+    ),
 )

@@ -51,4 +51,28 @@ FAULTS = (
         'read = (rounds["target_bytes"] / rounds["sequences"]).sum(skipna=False)',
         ("tests/measure/test_acceptance_metrics.py", "tests/measure/test_metrics.py"),
     ),
+    Fault(
+        "the shorter answer wins where no prefill was timed",
+        "statistics",
+        f"{M}/metrics/timing.py",
+        'every = seconds["method"] * tokens[reference] / tokens["method"]',
+        'every = seconds["method"]',
+        ("tests/measure/test_metrics.py",),
+    ),
+    Fault(
+        "a question counts with some of its turns",
+        "statistics",
+        f"{M}/metrics/timing.py",
+        'complete = turns.notna().all(axis=1).groupby(level=levels).transform("all")',
+        "complete = turns.notna().all(axis=1)",
+        ("tests/measure/test_metrics.py",),
+    ),
+    Fault(
+        "a round counts in the stretch before its own",
+        "statistics",
+        f"{M}/metrics/acceptance.py",
+        'side="right") - 1',
+        'side="left") - 1',
+        ("tests/measure/test_metrics.py",),
+    ),
 )

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from methods.common.dynamic_trees import candidate_children, tree_of_marginals
+from methods.common.heads import DraftHead, target_ids
 from methods.dflash import DDTree, DFlash, DFlash2, DSpark
 from methods.dflash.checkpoint import save_blocks
 from methods.dflash.drafter import all_see_all
@@ -115,6 +116,40 @@ def test_a_selected_chain_is_chosen_among_the_likeliest_of_each_place(tmp_path):
     drafter.draft = check
     Engine(StagedModel(pair.target), drafter, frozenset()).answer(PROMPT, SamplingParams(20))
     assert len(compared) > 4 and {*compared} >= {BLOCK - 1} and any(changed)
+
+
+@pytest.mark.parametrize("kind", [DSpark, DFlash2])
+def test_a_trimmed_chain_is_corrected_at_the_tokens_that_are_kept(tmp_path, monkeypatch, kind):
+    """By the rows of these tokens, not by the first rows."""
+    pair, kept = random_pair("llama"), torch.arange(1, 61, 3)
+    monkeypatch.setattr(
+        "methods.dflash.drafter.draft_head",
+        lambda pair, model, layers=None: DraftHead(model, target_ids(pair), kept),
+    )
+    drafter, compared = drafter_of(kind, "llama", tmp_path), []
+    model, draft_of = trained_model("llama", "markov" if kind is DSpark else "selector"), drafter.draft
+
+    def first_token(known: list[int]) -> int:
+        if kind is DSpark:
+            head, states = model.markov_head, filled_by_transformers(pair, model, known)
+            scores = pair.target.lm_head(states[0]) + head.markov_w2.weight @ head.markov_w1.weight[known[-1]]
+            return int(kept[scores[kept].argmax()])
+        selector, states = model.candidate_selector, filled_by_hand(pair, model, known)
+        logits = pair.target.lm_head(states[1])[kept]
+        weighed = selector.predecessor_codebook[known[-1]] * selector.hidden_projection(states[1])
+        likeliest = logits.topk(16)
+        scores = likeliest.values + selector.successor_codebook[kept[likeliest.indices]] @ weighed
+        return int(kept[likeliest.indices[scores.argmax()]])
+
+    def check(batch):
+        draft = draft_of(batch)
+        assert int(draft.tokens[0, 0]) == first_token(batch.sequences[0].tokens)
+        compared.append(1)
+        return draft
+
+    drafter.draft = check
+    Engine(StagedModel(pair.target), drafter, frozenset()).answer(PROMPT, SamplingParams(20))
+    assert len(compared) > 4
 
 
 def by_hand(log_probs: torch.Tensor, nodes: int) -> set[tuple[int, ...]]:

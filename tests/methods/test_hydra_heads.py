@@ -16,6 +16,7 @@ from methods.eqspec import EqSpec
 from methods.exspec import ExSpec
 from methods.hydra_heads import HydraHeads
 from methods.hydra_heads import drafter as drafter_module
+from methods.hydra_heads.checkpoint import save_heads
 from methods.hydra_heads.train import fresh_heads
 from methods.ragged import RaggedBatch
 from specbench.decoding.drafter import Drafter
@@ -121,10 +122,20 @@ def test_what_is_drafted(folder):
     steps = Engine(target, drafter, frozenset()).answer(PROMPT, SamplingParams(40)).steps
     assert 8 in seen and len(set(seen)) > 1 and len(seen) > 5
     if not prefixed:
-        blocks = 64 * 2 * (64 * (2 + 3 + 4) + 3) + 3 * (64 * 64 + 64)
+        blocks = 64 * 2 * (64 * (2 + 3 + 4) + 3) + 3 * 2 * (64 * 64 + 64)  # the square ones are applied twice
         assert steps[0].draft_bytes == 4 * blocks + 3 * target.pass_bytes(0, 0)
     else:
         assert steps[0].draft_bytes > weight_bytes(prefix.layers)
+
+
+def test_a_block_that_is_applied_again_is_read_again(tmp_path):
+    pair, read = random_pair("llama"), {}
+    for layers in (2, 4):
+        heads, _ = fresh_heads(StagedModel(pair.target), 4, layers, False, False)
+        save_heads(heads, tmp_path / str(layers), torch.float32)
+        read[layers] = HydraHeads(pair, str(tmp_path / str(layers)))._level_bytes
+    square = 4 * (64 * 64 + 64)
+    assert [many - few for few, many in zip(read[2], read[4])] == [2 * square] * 4
 
 
 @pytest.mark.one_in(3)

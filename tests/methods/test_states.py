@@ -78,7 +78,7 @@ def test_states_are_those_that_the_target_computes(workplace, folder, tmp_path):
     pair = load_pair(cfg.pair, 0, with_draft=False)
     target = StagedModel(pair.target)
     seen = set()
-    for batch in islice(batches(cfg, pair), 6):
+    for batch in islice(batches(cfg, pair, arrays=None), 6):
         alone = {name: batch[name] for name in ("input_ids", "loss_weight")}
         found, computed = target_states(target, batch, TAPS), target_states(target, alone, TAPS)
         for tap in TAPS:
@@ -133,9 +133,10 @@ def test_batches_that_are_skipped_are_not_read(workplace, folder, tmp_path, monk
     """Nor are arrays that are not wanted: a training that goes on, or is one of several, reads its own share alone."""
     cfg = training_settings("train_kangaroo", workplace, tmp_path, f"states={folder}", "exit_layer=2")
     pair = load_pair(cfg.pair, 0, with_draft=False)
-    every, read, from_numpy = [*islice(batches(cfg, pair), 20)], [], torch.from_numpy
+    every, read, from_numpy = [*islice(batches(cfg, pair, arrays=None), 20)], [], torch.from_numpy
     monkeypatch.setattr(torch, "from_numpy", lambda array: read.append(array) or from_numpy(array))
-    for arrays, names in ((None, {*every[0]}), ((), {"input_ids", "loss_weight"})):
+    finals = {"input_ids", "loss_weight", "likeliest", "probs", "hidden_normed"}
+    for arrays, names in ((None, {*every[0]}), (states.FINALS, finals), ((), {"input_ids", "loss_weight"})):
         read.clear()
         some = [*islice(batches(cfg, pair, start=5, stride=4, arrays=arrays), 4)]
         assert len(read) == 4 * len(names)

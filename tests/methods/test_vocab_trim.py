@@ -88,6 +88,13 @@ def test_a_size_that_cannot_be_is_refused(folder, size):
         kept_ids(folder, PAIR, size)
 
 
+def test_a_map_without_a_stop_token_is_refused(folder):
+    """As of a pair with other stop tokens: a draft could never end."""
+    other = SimpleNamespace(name="other", tokenizer=TOKENIZER, stop_ids=frozenset([STOP, 90]))
+    with pytest.raises(UserError, match=r"lacks 1 special or stop tokens of pair 'other', such as 90"):
+        kept_ids(folder, other, None)
+
+
 def test_a_map_of_another_tokenizer_is_refused(folder):
     other = SimpleNamespace(
         name="other", tokenizer=byte_tokenizer(first_special="<bos>"), stop_ids=PAIR.stop_ids

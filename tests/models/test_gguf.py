@@ -143,6 +143,13 @@ def test_a_file_that_lacks_a_tensor_is_refused(tiny, tmp_path):
         converted(path)
 
 
+def test_a_file_with_weights_that_nothing_reads_is_refused(tiny, tmp_path):
+    """Such as biases that the family does not have: without them it would be another model."""
+    path = file_of(tiny, tmp_path / "small.gguf", added={"blk.1.ffn_up.bias": 64})
+    with pytest.raises(UserError, match=r"holds .* weights, of which transformers reads"):
+        converted(path)
+
+
 @pytest.mark.nightly
 def test_a_file_whose_vocabulary_does_not_fit_the_draft_model_is_one_line(tiny, tmp_path):
     target = file_of(tiny, tmp_path / "other.gguf", renamed={1: "<|person|>"})

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import gguf
+import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -19,6 +20,7 @@ def write_gguf(
     architecture: str = "llama",
     left_out: str | None = None,
     renamed: dict[int, str] | None = None,
+    added: dict[str, int] | None = None,
 ) -> None:
     """Writes a Llama model and its byte-level BPE tokenizer.
 
@@ -30,8 +32,10 @@ def write_gguf(
         architecture: what the file says it is.
         left_out: a tensor that the file lacks.
         renamed: other names of tokens, by their ids.
+        added: sizes of tensors of ones, by their names.
     """
     weights = {name: values for name, values in gguf_writer.tensors(model).items() if name != left_out}
+    weights |= {name: np.ones(size, dtype=np.float32) for name, size in (added or {}).items()}
     tokens = gguf_writer.tokens_of(tokenizer, 0)
     for number, name in (renamed or {}).items():
         tokens[number] = name

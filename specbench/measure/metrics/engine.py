@@ -85,6 +85,7 @@ def standard_errors(surprise: float, variance: float, third: float = 0.0) -> flo
 
     The sum is skewed: of few tokens, or at a low temperature, one unlikely token moves it far. So what is given is the
     distance at which a normal distribution is as rare as a Pearson type III with the sum's own three moments is there.
+    On its short side that curve ends before the sum does: there the normal distribution, which reaches further, judges.
 
     Args:
         surprise: the sum.
@@ -93,7 +94,7 @@ def standard_errors(surprise: float, variance: float, third: float = 0.0) -> flo
     """
     deviation = math.sqrt(max(variance, TINY))
     errors, skew = surprise / deviation, third / deviation**3
-    if not math.isfinite(errors) or abs(skew) < 1e-3:
+    if not math.isfinite(errors) or abs(skew) < 1e-3 or errors * skew < 0:
         return errors
     from scipy import stats  # late: it takes a second
 
