@@ -30,7 +30,7 @@ from specbench.measure.machine.speed import Probes
 from specbench.measure.plan import RunPlan
 from specbench.measure.records import run_folder as store
 from specbench.report import formats, phases, plots, remarks, tables
-from specbench.report.compare import faulty
+from specbench.report.compare import warnings
 from specbench.report.runs import Run, finished_runs
 from specbench.report.training_data import SAME, differing_training, training_table
 from specbench.system.errors import UserError, one_line_errors
@@ -226,11 +226,6 @@ def block(runs: list[Run], page: Page, drawn: Iterable[str]) -> str:
         f"![{PLOTS[name]}]({page.figures}/{page.folder}/{name}.png)" for name in page.plots if name in drawn
     ]
     return "\n\n".join(filter(None, parts))
-
-
-def warnings(runs: list[Run]) -> list[str]:
-    """What a reader of a table of these runs must know."""
-    return [*faulty(runs), *remarks.notes(runs)]
 
 
 def in_short(runs: list[Run], page: str, with_names: bool = True) -> str:

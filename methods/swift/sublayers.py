@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from specbench.decoding.model.cost import Experts, weight_bytes
+from specbench.decoding.model.cost import NO_EXPERTS, weight_bytes
 from specbench.decoding.model.graphs import EagerRunner
 from specbench.system.errors import UserError
 
@@ -80,7 +80,7 @@ class Sublayers:
         twin.stack = copy.copy(target.stack)
         twin.stack.layers, twin.stack.compiled = layers, None
         twin.layer_bytes = read
-        twin.experts = [Experts(0, 1, 0) if i in mlp else some for i, some in enumerate(target.experts)]
+        twin.experts = [NO_EXPERTS if i in mlp else some for i, some in enumerate(target.experts)]
         return twin
 
 

@@ -233,9 +233,8 @@ class Referee:
     def noise(self, answers: Sequence[Answered]) -> float:
         """The rounding noise between the referee and any other program on some of the answers, in logits."""
         samples = [(a.prompt, a.tokens[:SAMPLE_TOKENS]) for a in answers if a.tokens]
-        samples = sorted(samples, key=lambda sample: -len(sample[1]))[
-            :SAMPLES
-        ]  # long ones, the first of them
+        # Long ones, the first of them.
+        samples = sorted(samples, key=lambda sample: -len(sample[1]))[:SAMPLES]
         return max(shape_noise(self.target, samples), foreign_noise(self.target, samples)) if samples else 0.0
 
     @torch.inference_mode()
@@ -277,11 +276,9 @@ class Arm:
         other = np.flatnonzero(np.array(judged.best[:-1]) != np.array(answer.tokens, dtype=int))
         if len(other):
             return self._at(judged, int(other[0]), "rounding")
-        n = len(answer.tokens)
-        stopped = n > 0 and answer.tokens[-1] in self.stop_ids
-        is_open = not (stopped or self.drawn or n == limit_of(answer, self.cap, judged.room))
-        if is_open and judged.end_margin > 0:  # where the referee's stop token is nearly its best
-            return Departure(n, None, judged.best[-1], judged.end_margin, "rounding")
+        # It ends where the referee's stop token is nearly its best.
+        if not self.drawn and judged.end_margin > 0 and self._ends_openly(judged):
+            return Departure(len(answer.tokens), None, judged.best[-1], judged.end_margin, "rounding")
         return None
 
     def verdict(self, judged: Judged) -> str:
@@ -335,11 +332,17 @@ class Arm:
         limit = limit_of(answer, self.cap, judged.room)
         if n > limit:
             return Departure(limit, answer.tokens[limit], None, None, "continues after its limit")
-        stopped = n > 0 and answer.tokens[-1] in self.stop_ids
         # Some engines leave the stop token out.
-        if stopped or n == limit or judged.end_margin <= self.bound or (self.drawn and self.stop_ids):
+        may_end = judged.end_margin <= self.bound or (self.drawn and self.stop_ids)
+        if may_end or not self._ends_openly(judged):
             return None
         return Departure(n, None, judged.best[-1], None, "ends early")
+
+    def _ends_openly(self, judged: Judged) -> bool:
+        """Whether an answer ends neither with a stop token nor at its limit."""
+        tokens = judged.answer.tokens
+        stopped = bool(tokens) and tokens[-1] in self.stop_ids
+        return not stopped and len(tokens) != limit_of(judged.answer, self.cap, judged.room)
 
 
 def arms_of(

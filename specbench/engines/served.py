@@ -250,11 +250,10 @@ class ServedEngine:
             self._note(
                 f"{name}: it remembers prompts, which makes second answers faster: disable its prefix cache"
             )
-        if reply.complete is not None:
-            try:
-                reply.complete()
-            except EngineError as error:
-                raise UserError(f"the {name} server failed: {error}") from error
+        try:
+            reply.completed()
+        except EngineError as error:
+            raise UserError(f"the {name} server failed: {error}") from error
         tokens = reply.tokens
         finish = "stop" if tokens[-1] in self._stops(request) else "length"
         first, *others = reply.passes

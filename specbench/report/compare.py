@@ -77,6 +77,11 @@ def faulty(runs: list[Run], with_speed: bool = True) -> list[str]:
     ]
 
 
+def warnings(runs: list[Run]) -> list[str]:
+    """What a reader of several runs must know: what is wrong with each, and what to be careful about."""
+    return [*faulty(runs), *remarks.notes(runs)]
+
+
 def differing_turns(runs: list[Run]) -> list[str]:
     """One line for each run whose arms took turns in another way than those of the first."""
     first, *others = runs

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from specbench.config.spec import POOL, QUESTION
-from specbench.config.tuned import PUBLISHED, TUNED
+from specbench.config.tuned import JUDGED_ELSEWHERE, PUBLISHED, TUNED
 from specbench.data.question_files import TASKS
-from specbench.data.warm_start import WARM
-from specbench.system.settings import CONSTANT, MEMORY, TRIMMING
+from specbench.system.settings import CONSTANT, TRIMMING
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -67,7 +66,7 @@ UNTOLD: dict[str, set] = {
     "prompting": {None},
 }
 # What neither "published" nor "tuned" tells of a run's settings.
-NO_SETTINGS = {MEMORY, WARM, "weights", DRAFT}
+NO_SETTINGS = {*JUDGED_ELSEWHERE, "weights", DRAFT}
 QUOTED = {"engine": "our loop", "hf_generate": "transformers generate"}  # what speedups are against
 
 

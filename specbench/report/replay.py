@@ -29,10 +29,9 @@ from specbench.measure.draft_length import Adaptive, Constant, Goodput, costs_by
 from specbench.measure.metrics.dataframes import steps_frame
 from specbench.measure.metrics.timing import ARMS
 from specbench.report.cells import NUMBER, PlainTable, console, number_text
-from specbench.report.compare import faulty
+from specbench.report.compare import warnings
 from specbench.report.decision import beside_length, draft_length, in_words, setting_key
 from specbench.report.labels import as_text
-from specbench.report.remarks import notes
 from specbench.report.tables import print_notes, runs_of_command
 from specbench.system.errors import UserError, file_errors, one_line_errors
 from specbench.system.settings import ADAPTIVE, CONSTANT, GOODPUT
@@ -306,7 +305,7 @@ def main() -> int:
             "a replay needs a greedy run of chains, one question at a time: "
             "specbench sweep method=sps method.max_draft_tokens=2,8"
         )
-    print_notes([*faulty(runs), *notes(runs)])
+    print_notes(warnings(runs))
     for name, recorded in alike.items():
         table, settings = replay_table(recorded, f"what other draft lengths would have given: {name}")
         console().print(table)

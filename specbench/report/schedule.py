@@ -17,9 +17,9 @@ from specbench.config.spec import POOL
 from specbench.measure.metrics.statistics import verdict
 from specbench.report import decision
 from specbench.report.cells import NUMBER, PlainTable, console, speedup_text
-from specbench.report.compare import faulty
+from specbench.report.compare import warnings
 from specbench.report.labels import DRAFT, as_text, method_label
-from specbench.report.remarks import ONE_POOL, faults, is_one_pool, notes
+from specbench.report.remarks import ONE_POOL, faults, is_one_pool
 from specbench.report.tables import print_notes, runs_of_command
 from specbench.system.errors import UserError, file_errors, one_line_errors
 from specbench.system.settings import CONSTANT
@@ -176,7 +176,7 @@ def main() -> int:
             "a schedule needs runs of one drafter at several batch sizes or draft lengths: "
             "specbench sweep method=ragged drafter=sps batch_size=1,4,16 drafter.max_draft_tokens=2,4"
         )
-    print_notes([*faulty(runs), *notes(runs)])
+    print_notes(warnings(runs))
     for schedule in all_schedules:
         console().print(schedule_table(schedule))
         for engine, form in (

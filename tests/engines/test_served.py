@@ -101,12 +101,12 @@ def test_what_an_ended_answer_did_not_say_was_not_accepted(pair):
 def test_where_a_server_gives_no_log_probabilities_it_answers_without(pair, error):
     with serving(Stub(counting), Stub(counting, drafts=True)) as urls:
         engine = engine_of(pair, urls, "llama_cpp")
-        asked = engine.dialect
+        dialect = engine.dialect
 
         def without(*given):
             if given[-1]:
                 raise error
-            return asked(*given)
+            return dialect(*given)
 
         engine.dialect = without
         tokens, tops = engine.tops(request())

@@ -162,8 +162,8 @@ def test_the_next_logits_are_those_in_front_of_a_token():
     for i in range(3):
         with torch.inference_mode():
             expected = pair.target(torch.tensor([prompt + answer[:i]])).logits[0, -1].float()
-        found = numeric_noise.next_logits(pair.staged, prompt, answer, i)
-        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-3)
+        logits = numeric_noise.next_logits(pair.staged, prompt, answer, i)
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-3)
 
 
 def test_the_noise_of_batches_is_twice_what_so_many_rows_change(monkeypatch):

@@ -121,10 +121,10 @@ def test_a_selected_chain_is_chosen_among_the_likeliest_of_each_place(tmp_path):
 @pytest.mark.parametrize("kind", [DSpark, DFlash2])
 def test_a_trimmed_chain_is_corrected_at_the_tokens_that_are_kept(tmp_path, monkeypatch, kind):
     """By the rows of these tokens, not by the first rows."""
-    pair, kept = random_pair("llama"), torch.arange(1, 61, 3)
+    pair, token_ids = random_pair("llama"), torch.arange(1, 61, 3)
     monkeypatch.setattr(
         "methods.dflash.drafter.draft_head",
-        lambda pair, model, layers=None: DraftHead(model, target_ids(pair), kept),
+        lambda pair, model, layers=None: DraftHead(model, target_ids(pair), token_ids),
     )
     drafter, compared = drafter_of(kind, "llama", tmp_path), []
     model, draft_of = trained_model("llama", "markov" if kind is DSpark else "selector"), drafter.draft
@@ -133,13 +133,13 @@ def test_a_trimmed_chain_is_corrected_at_the_tokens_that_are_kept(tmp_path, monk
         if kind is DSpark:
             head, states = model.markov_head, filled_by_transformers(pair, model, known)
             scores = pair.target.lm_head(states[0]) + head.markov_w2.weight @ head.markov_w1.weight[known[-1]]
-            return int(kept[scores[kept].argmax()])
+            return int(token_ids[scores[token_ids].argmax()])
         selector, states = model.candidate_selector, filled_by_hand(pair, model, known)
-        logits = pair.target.lm_head(states[1])[kept]
+        logits = pair.target.lm_head(states[1])[token_ids]
         weighed = selector.predecessor_codebook[known[-1]] * selector.hidden_projection(states[1])
         likeliest = logits.topk(16)
-        scores = likeliest.values + selector.successor_codebook[kept[likeliest.indices]] @ weighed
-        return int(kept[likeliest.indices[scores.argmax()]])
+        scores = likeliest.values + selector.successor_codebook[token_ids[likeliest.indices]] @ weighed
+        return int(token_ids[likeliest.indices[scores.argmax()]])
 
     def check(batch):
         draft = draft_of(batch)

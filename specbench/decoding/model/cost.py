@@ -54,13 +54,16 @@ class Experts:
         return round(self.bytes * (1 - (1 - self.chosen / self.count) ** tokens))
 
 
+NO_EXPERTS = Experts(0, 1, 0)
+
+
 def experts_of(layer: torch.nn.Module) -> Experts:
-    """The routed experts of a layer, of 0 bytes where it has none. Those that every token uses are not among them."""
+    """The routed experts of a layer, `NO_EXPERTS` where it has none. Those that every token uses are not among them."""
     expert_modules = [
         (module, count) for name, module in layer.named_modules() if (count := _experts_in(name, module))
     ]
     if not expert_modules:
-        return Experts(0, 1, 0)
+        return NO_EXPERTS
     chosen = (getattr(module, "top_k", None) for module in layer.modules())
     return Experts(
         bytes=sum(weight_bytes(module) for module, _ in expert_modules),
