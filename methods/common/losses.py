@@ -113,6 +113,17 @@ class Guess(NamedTuple):
     ahead: int = 1
 
 
+class Scored(NamedTuple):
+    """The tokens, or rows of a head, whose logits are computed: `ids` [c] with `shifts` [c] on them; None: all."""
+
+    ids: torch.Tensor | None = None
+    shifts: torch.Tensor | None = None
+
+    def raised(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits [n, c] -> in float32, those of drawn tokens raised: the softmax is that of the whole vocabulary."""
+        return logits.float() if self.shifts is None else logits.float() + self.shifts
+
+
 def teacher_of(
     batch: Batch, head: Head, states: torch.Tensor, ahead: int = 1
 ) -> Callable[[Goals], Distribution]:
@@ -168,6 +179,14 @@ class Loss:
         """As `Goals.of`."""
         return Goals.of(batch, self.tokens, ahead)
 
+    def scored(
+        self, truth: Distribution, vocab: int, likeliest: torch.Tensor | None = None
+    ) -> tuple[Scored, Distribution]:
+        """What is computed of a vocabulary, and the truth among it; see `sampled`."""
+        if self.vocab_sample is None:
+            return Scored(), truth
+        return sampled(truth, vocab, self.vocab_sample, likeliest)
+
     def __call__(
         self,
         batch: Batch,
@@ -185,14 +204,10 @@ class Loss:
         """
         total = torch.zeros((), device=goals.weights.device)
         for chunk in goals.split():
-            expected, ids, shifts = truth(chunk), None, None
-            if self.vocab_sample is not None:
-                likeliest, vocab = chunk.before(batch[LIKELIEST]).long(), len(guesses[0].head.weight)
-                ids, shifts, expected = sampled(likeliest, expected, vocab, self.vocab_sample)
+            likeliest = chunk.before(batch[LIKELIEST]).long() if LIKELIEST in batch else None
+            scored, expected = self.scored(truth(chunk), len(guesses[0].head.weight), likeliest)
             for guess in guesses:
-                logits = guess.head(chunk.before(guess.states, guess.ahead), ids).float()
-                if shifts is not None:
-                    logits = logits + shifts
+                logits = scored.raised(guess.head(chunk.before(guess.states, guess.ahead), scored.ids))
                 total = total + guess.share * (chunk.weights @ cross_entropies(logits, expected))
         return total
 
@@ -206,8 +221,8 @@ def first_choices(head: Callable[[torch.Tensor], torch.Tensor], states: torch.Te
 
 
 def sampled(
-    likeliest: torch.Tensor, truth: Distribution, vocab: int, count: int
-) -> tuple[torch.Tensor, torch.Tensor, Distribution]:
+    truth: Distribution, vocab: int, count: int, likeliest: torch.Tensor | None = None
+) -> tuple[Scored, Distribution]:
     """Part of a vocabulary from which its softmax is estimated.
 
     The likeliest tokens of all places are in it, and `count` drawn ones stand for the rest: their logits are raised by
@@ -215,16 +230,17 @@ def sampled(
     with uniform proposals; Bengio and Senécal 2008).
 
     Args:
-        likeliest: [n, k] ids.
         truth: distributions of n places with ids.
         vocab: size of the vocabulary.
         count: of drawn tokens.
+        likeliest: [n, k] ids; None: those of the truth.
 
     Returns:
-        [c] ids, what is added to the logits of each, and the truth with places among these instead of ids.
+        c tokens, and the truth with places among these instead of ids.
     """
     assert truth.ids is not None
-    likely = torch.cat([likeliest.flatten(), truth.ids.flatten()]).unique()
+    likely = truth.ids.flatten() if likeliest is None else torch.cat([truth.ids, likeliest], dim=1).flatten()
+    likely = likely.unique()
     is_rest = torch.ones(vocab, dtype=torch.bool, device=likely.device)
     is_rest[likely] = False
     rest = is_rest.nonzero().squeeze(1)
@@ -235,7 +251,7 @@ def sampled(
         shifts[len(likely) :] = log(len(rest) / len(drawn))
     places = torch.empty(vocab, dtype=torch.long, device=ids.device)
     places[ids] = torch.arange(len(ids), device=ids.device)
-    return ids, shifts, Distribution(truth.probs, places[truth.ids])
+    return Scored(ids, shifts), Distribution(truth.probs, places[truth.ids])
 
 
 def cross_entropies(logits: torch.Tensor, truth: Distribution) -> torch.Tensor:

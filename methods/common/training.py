@@ -87,19 +87,18 @@ DRAFT_SETTINGS = SETTINGS | {
 }
 
 
-def trainer(kinds: Mapping[str, Any], may_sample: bool = True) -> Callable[[Trainer], Trainer]:
+def trainer(kinds: Mapping[str, Any]) -> Callable[[Trainer], Trainer]:
     """Makes a trainer check its configuration before it loads a weight, and make nothing twice.
 
     Args:
         kinds: its settings and their types.
-        may_sample: whether its loss takes a sample of the vocabulary.
     """
 
     def decorate(train: Trainer) -> Trainer:
         @wraps(train)
         def checked(cfg: DictConfig) -> Path:
             with stoppable(lambda: training.saved(cfg)):
-                check_trainer(cfg, kinds, may_sample)
+                check_trainer(cfg, kinds)
                 if training.is_finished(cfg):
                     return Path(cfg.out)
                 training.check_stopped(cfg)
@@ -110,15 +109,13 @@ def trainer(kinds: Mapping[str, Any], may_sample: bool = True) -> Callable[[Trai
     return decorate
 
 
-def check_trainer(cfg: DictConfig, kinds: Mapping[str, Any], may_sample: bool) -> None:
+def check_trainer(cfg: DictConfig, kinds: Mapping[str, Any]) -> None:
     """Checks what can be known of a trainer's configuration without weights; the rest is as in `trainer`.
 
     Raises:
         UserError: a setting cannot work, or the conversations or states are not there, or not those that it needs.
     """
     check_all(cfg, kinds)
-    if cfg.vocab_sample is not None and not may_sample:
-        raise UserError("this trainer computes the logits of all tokens: set vocab_sample=null")
     if cfg.vocab_sample is not None and cfg.states is None:
         raise UserError(
             f"vocab_sample needs the target's likeliest tokens: give states=FOLDER, made with `{command_for(cfg)}`"

@@ -19,15 +19,18 @@ from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import torch
-from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, linear
 from torch.utils.checkpoint import checkpoint
 
 from methods.common.checkpoints import layer_sizes
 from methods.common.losses import (
+    ALL,
     CHUNK,
     Distribution,
     Goals,
     Head,
+    Loss,
+    Scored,
     cross_entropies,
     first_choices,
     teacher_of,
@@ -86,14 +89,21 @@ class BlockDistillation(torch.nn.Module):
         blocks: of each row.
         decay: places after which a place's weight is 1 / e.
         distance_share: see the module.
+        loss: what of the vocabulary is computed.
     """
 
     def __init__(
-        self, model: BlockModel, target: StagedModel, blocks: int, decay: float, distance_share: float
+        self,
+        model: BlockModel,
+        target: StagedModel,
+        blocks: int,
+        decay: float,
+        distance_share: float,
+        loss: Loss = ALL,
     ):
         super().__init__()
         self.model, self.target, self.blocks = model, target, blocks
-        self.distance_share = distance_share
+        self.distance_share, self.loss = distance_share, loss
         self.head = Head.of(target.model)
         self.guesses = model.config.most_guesses
         self.candidates = min(model.config.selector_top_k, len(self.head.weight))
@@ -175,11 +185,12 @@ class BlockDistillation(torch.nn.Module):
         before: torch.Tensor,
     ) -> torch.Tensor:
         """The losses [n] of normed states [n, d] that guess n goals, with the tokens [n] in front of these."""
-        truth = teacher(goals)
-        logits, embedded = self.logits(states, before)
+        scored, truth = self.loss.scored(teacher(goals), len(self.head.weight))
+        raw, embedded = self.logits(states, before, scored.ids)
+        logits = scored.raised(raw)
         loss = (1 - self.distance_share) * cross_entropies(logits, truth)
         if self.model.candidate_selector is not None:
-            loss = loss + self.chosen(logits, truth, states, before)
+            loss = loss + self.chosen(raw, scored, truth, states, before)
         if not self.distance_share and embedded is None:
             return loss
         guessed = logits.softmax(-1)
@@ -195,15 +206,21 @@ class BlockDistillation(torch.nn.Module):
         return loss
 
     def chosen(
-        self, logits: torch.Tensor, truth: Distribution, states: torch.Tensor, before: torch.Tensor
+        self,
+        logits: torch.Tensor,
+        scored: Scored,
+        truth: Distribution,
+        states: torch.Tensor,
+        before: torch.Tensor,
     ) -> torch.Tensor:
-        """The losses [n] of the selector; logits [n, vocab] are those of the places, the rest is as in `judged`."""
+        """The losses [n] of the selector, with the logits [n, c] of the tokens that are scored; else as `judged`."""
         first = truth.probs.argmax(-1, keepdim=True)
         first = first if truth.ids is None else truth.ids.gather(1, first)
-        candidates = logits.topk(self.candidates).indices
+        candidates = logits.topk(min(self.candidates, logits.shape[1])).indices
         missing = ~(candidates == first).any(-1, keepdim=True)
         candidates = torch.cat([candidates[:, :-1], torch.where(missing, first, candidates[:, -1:])], dim=1)
-        scores = logits.gather(1, candidates) + self.selected(states, before, candidates)
+        tokens = candidates if scored.ids is None else scored.ids[candidates]
+        scores = logits.gather(1, candidates) + self.selected(states, before, tokens)
         return cross_entropy(scores, (candidates == first).long().argmax(-1), reduction="none")
 
     def selected(self, states: torch.Tensor, before: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
@@ -212,16 +229,25 @@ class BlockDistillation(torch.nn.Module):
         successors = selector.successor_codebook[candidates]
         return selector.scores(selector.hidden_projection(states), before, successors).float()
 
-    def logits(self, states: torch.Tensor, before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Logits [n, vocab] of normed states [n, d] and tokens [n] in front; and how the correction embeds these.
+    def logits(
+        self, states: torch.Tensor, before: torch.Tensor, ids: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Logits without the selector, and how the Markov head embeds the tokens in front.
 
-        The selector is not in them.
+        Args:
+            states: [n, d] normed ones.
+            before: [n] the tokens in front.
+            ids: [c] tokens whose logits are computed; None: all.
+
+        Returns:
+            [n, c or vocab], and [n, rank] or None.
         """
-        logits, markov = self.head(states).float(), self.model.markov_head
+        logits, markov = self.head(states, ids).float(), self.model.markov_head
         if markov is None:
             return logits, None
         embedded = markov.markov_w1(before)
-        return logits + markov.markov_w2(embedded).float(), embedded
+        weight = markov.markov_w2.weight
+        return logits + linear(embedded, weight if ids is None else weight[ids]).float(), embedded
 
     def guessed(self, states: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
         """First choices [n] of the drafting model; the rest is as in `logits`."""
@@ -306,7 +332,6 @@ def fresh_model(cfg: DictConfig, target: StagedModel, mask: int) -> BlockModel:
         "mask_token": Natural | None,
         "loss_tokens": NoneType,  # what is judged are the tokens of all blocks
     },
-    may_sample=False,
 )
 def train(cfg: DictConfig) -> Path:
     """Trains as configured (conf/train_dflash.yaml) and returns the folder of the finished drafting model."""
@@ -316,7 +341,7 @@ def train(cfg: DictConfig) -> Path:
     model = fresh_model(cfg, target, mask_to_fill(cfg, pair, target.embed_tokens.weight.shape[0]))
     from methods.dflash.checkpoint import save_blocks  # late, as above
 
-    module = BlockDistillation(model, target, cfg.blocks, cfg.decay, cfg.distance_share)
+    module = BlockDistillation(model, target, cfg.blocks, cfg.decay, cfg.distance_share, Loss.of(cfg))
 
     figures = held_out_figures(module.choices, "place")
     return train_part(module, figures, partial(save_blocks, model), cfg, pair, BEGINS, model.taps)

@@ -49,6 +49,7 @@ class StepDistillation(torch.nn.Module):
         super().__init__()
         self.model, self.target, self.steps, self.decay, self.loss = model, target, steps, decay, loss
         self.head = Head.of(target.model)
+        self.rows = len(self.head.weight)
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """The weighted sum [] of the cross-entropies of a batch."""
@@ -76,8 +77,10 @@ class StepDistillation(torch.nn.Module):
         def cost(*outputs: torch.Tensor) -> torch.Tensor:
             truth, is_inside = self.inside(teacher(goals))
             weights = goals.weights * is_inside
-            losses = [self.cross_entropy(truth, states, weights) for states in outputs]
-            return torch.stack([self.decay**j * loss for j, loss in enumerate(losses)]).sum()
+            scored, truth = self.loss.scored(truth, self.rows)
+            logits = [scored.raised(self.logits(states, scored.ids)) for states in outputs]
+            losses = [self.decay**j * (weights @ cross_entropies(one, truth)) for j, one in enumerate(logits)]
+            return torch.stack(losses).sum()
 
         loss: Any = checkpoint(cost, *guesses, use_reentrant=False)
         return loss
@@ -96,9 +99,9 @@ class StepDistillation(torch.nn.Module):
             embeds = self.model.embed(batch["input_ids"][:, 1:], self.target).to(dtype)
         return self.model.features(states), embeds, by_tap[NORMED]
 
-    def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """Outputs [n, d] of the model -> logits [n, rows]."""
-        return self.head(states)
+    def logits(self, states: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
+        """Outputs [n, d] of the model -> logits [n, rows] of some rows [c] of its head, or of all."""
+        return self.head(states, rows)
 
     def ids(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows of the logits -> token ids of the target."""
@@ -107,10 +110,6 @@ class StepDistillation(torch.nn.Module):
     def inside(self, truth: Distribution) -> tuple[Distribution, torch.Tensor]:
         """The target's distributions over the rows of the logits, and which of them [n] count."""
         return truth, torch.ones(len(truth.probs), device=truth.probs.device)
-
-    def cross_entropy(self, truth: Distribution, states: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """The weighted sum [] for outputs [n, d] against distributions on the rows of the logits."""
-        return weights @ cross_entropies(self.logits(states).float(), truth)
 
     def guesses(self, states: torch.Tensor) -> torch.Tensor:
         """Outputs [n, d] -> the likeliest token [n] of each."""

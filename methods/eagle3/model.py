@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.functional import linear
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
@@ -145,9 +146,10 @@ class Eagle3Model(CachedLayer):
         """The last layer's output as it is handed on."""
         return self.norm(states) if self.config.norm_output else states
 
-    def logits(self, output: torch.Tensor) -> torch.Tensor:
-        """What `forward` gives, [..., h] -> logits [..., draft vocabulary]."""
-        return self.lm_head(output if self.config.norm_output else self.norm(output))
+    def logits(self, output: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
+        """What `forward` gives, [..., h] -> logits [..., draft vocabulary], or [..., c] of some rows [c] of it."""
+        normed = output if self.config.norm_output else self.norm(output)
+        return self.lm_head(normed) if rows is None else linear(normed, self.lm_head.weight[rows])
 
 
 def default_taps(layers: int) -> tuple[int, ...]:

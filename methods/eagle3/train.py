@@ -63,10 +63,11 @@ class TrainingTimeTest(StepDistillation):
         draft_ids = torch.full((target.vocab_size,), -1, device=target.device)
         draft_ids[model.token_ids] = torch.arange(len(model.token_ids), device=target.device)
         self.register_buffer("draft_ids", draft_ids, persistent=False)
+        self.rows = len(model.token_ids)
 
-    def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """Outputs [n, d] of the model -> logits [n, draft vocabulary]."""
-        return self.model.logits(states)
+    def logits(self, states: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
+        """Outputs [n, d] of the model -> logits [n, draft vocabulary], or of some rows [c] of its head."""
+        return self.model.logits(states, rows)
 
     def ids(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows of the model's head -> token ids of the target."""
@@ -185,7 +186,7 @@ def begin(cfg: DictConfig, pair: Pair, **variants: Any) -> tuple[Eagle3Model, st
     return model, f"{attention}, the target's norm and head"
 
 
-@trainer(SETTINGS | VOCABULARY | {"draft_steps": Count}, may_sample=False)
+@trainer(SETTINGS | VOCABULARY | {"draft_steps": Count})
 def train(cfg: DictConfig) -> Path:
     """Trains as configured (conf/train_eagle3.yaml) and returns the folder of the finished drafting model."""
     check_length(cfg, "draft_steps")

@@ -73,7 +73,7 @@ def fit(model: MtpModel, target: StagedModel, text: Iterable[Batch]) -> None:
     model.final_layernorm.weight.fill_(cast("float", torch.stack(sizes).mean().sqrt().item()))
 
 
-@trainer(SETTINGS | {"draft_steps": Count, "decay": Probability}, may_sample=False)
+@trainer(SETTINGS | {"draft_steps": Count, "decay": Probability})
 def train(cfg: DictConfig) -> Path:
     """Trains as configured (conf/train_mtp.yaml) and returns the folder of the finished head."""
     check_length(cfg, "draft_steps")

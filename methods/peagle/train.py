@@ -123,7 +123,7 @@ def fresh_masks(model: Eagle3Model) -> None:
     model.mask_hidden.normal_()
 
 
-@trainer(SETTINGS | VOCABULARY | MASKED_SETTINGS | {"draft_layers": Count}, may_sample=False)
+@trainer(SETTINGS | VOCABULARY | MASKED_SETTINGS | {"draft_layers": Count})
 def train(cfg: DictConfig) -> Path:
     """Trains as configured (conf/train_peagle.yaml) and returns the folder of the finished drafting model."""
     check_length(cfg, "tokens_ahead", 3)

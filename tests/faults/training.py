@@ -28,6 +28,22 @@ FAULTS = (
         ("tests/methods/test_states.py",),
     ),
     Fault(
+        "a drawn token of a block stands for itself alone",
+        "training",
+        "methods/dflash/train.py",
+        "logits = scored.raised(raw)",
+        "logits = raw.float()",
+        ("tests/methods/test_dflash_train.py",),
+    ),
+    Fault(
+        "a Markov head corrects other tokens than those that are scored",
+        "training",
+        "methods/dflash/train.py",
+        "weight if ids is None else weight[ids]",
+        "weight if ids is None else weight[: len(ids)]",
+        ("tests/methods/test_dflash_train.py",),
+    ),
+    Fault(
         "stored distributions are of the place after",
         "training",
         "methods/common/losses.py",

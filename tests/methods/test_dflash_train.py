@@ -8,6 +8,7 @@ from itertools import product
 import pytest
 import torch
 
+from methods.common.losses import Loss
 from methods.common.training import mask_to_fill
 from methods.dflash import train as dflash_train
 from methods.dflash.checkpoint import FILLS_IN, PREDICTS, SELECTS
@@ -17,7 +18,11 @@ from specbench.decoding.model.staged_model import StagedModel
 from specbench.system.errors import UserError
 from tests.support.blocks import BLOCK, HEADS, PROMPT, drafting_model, filled_by_hand, filled_by_transformers
 from tests.support.decoding import random_pair
-from tests.support.gradients import assert_same_gradients, no_distribution_stays
+from tests.support.gradients import (
+    assert_learns_from_a_sample,
+    assert_same_gradients,
+    no_distribution_stays,
+)
 from tests.support.training import training_settings
 
 
@@ -135,6 +140,19 @@ def test_no_distribution_stays_and_gradients_are_those_of_a_loss_that_keeps_all(
     assert_same_gradients(model, loss, module(batch))
 
 
+@pytest.mark.parametrize("head", HEADS)
+def test_a_sample_stands_for_the_vocabulary(head):
+    pair = random_pair("llama")
+    model = drafting_model(pair, head)
+
+    def module_of(loss: Loss) -> BlockDistillation:
+        module = BlockDistillation(model, StagedModel(pair.target), 2, 4.0, 0.5, loss)
+        module.drawn = lambda _: torch.tensor([[1, 3], [0, 2]])
+        return module
+
+    assert_learns_from_a_sample(module_of, model, pair, [PROMPT, PROMPT[::-1]])
+
+
 def test_agreement_is_that_on_what_the_assistant_says():
     """Not on prompts, however much they weigh in the loss."""
     pair = random_pair("llama")
@@ -175,7 +193,6 @@ def test_training_teaches_blocks(head, workplace, tmp_path):
         ("block_size=1", "block_size"),
         ("head=other", "head"),
         ("block_size=64", "no room"),
-        ("vocab_sample=8", "vocab_sample=null"),
         ("loss_tokens=8", "loss_tokens must be null"),
     ],
 )

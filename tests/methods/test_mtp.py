@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from methods.common import losses, training
+from methods.common.losses import Loss
 from methods.eagle.steps import StepDistillation
 from methods.eqspec import EqSpec
 from methods.exspec import ExSpec
@@ -30,7 +31,11 @@ from specbench.system.errors import UserError
 from tests.support import batches
 from tests.support.decoding import random_pair
 from tests.support.distribution import SHAPE, p_value_alone
-from tests.support.gradients import assert_same_gradients, no_distribution_stays
+from tests.support.gradients import (
+    assert_learns_from_a_sample,
+    assert_same_gradients,
+    no_distribution_stays,
+)
 from tests.support.lossless import assert_lossless, assert_rounds_of_every_kind, cases
 from tests.support.methods import randomise, teach
 from tests.support.models import EVERY_ARCHITECTURE
@@ -266,6 +271,16 @@ def test_the_loss_has_the_gradients_of_all_steps_and_tokens_at_once(monkeypatch)
     assert_same_gradients(model, loss, joint)
 
 
+def test_a_sample_stands_for_the_vocabulary():
+    pair = random_pair("llama")
+    model = head_of(pair)
+
+    def module_of(loss: Loss) -> StepDistillation:
+        return StepDistillation(model, StagedModel(pair.target), 3, 0.6, loss)
+
+    assert_learns_from_a_sample(module_of, model, pair, [[*PROMPT, 5, 40, 2], [2, 40, 5, *PROMPT]])
+
+
 @pytest.mark.slow
 def test_training_teaches_a_chain(workplace, tmp_path):
     more = ("steps=60", "save_every=20", "draft_steps=2", "learning_rate=5e-3")
@@ -277,7 +292,7 @@ def test_training_teaches_a_chain(workplace, tmp_path):
 
 
 def test_a_setting_of_the_training_that_cannot_work(workplace, tmp_path):
-    impossible = {"draft_steps=64": "no room", "decay=2.0": "decay", "vocab_sample=8": "vocab_sample=null"}
+    impossible = {"draft_steps=64": "no room", "decay=2.0": "decay"}
     for setting, says in impossible.items():
         with pytest.raises(UserError, match=says):
             mtp_train.train(training_settings("train_mtp", workplace, tmp_path / "out", setting))

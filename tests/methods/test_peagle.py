@@ -32,7 +32,11 @@ from specbench.system.errors import UserError
 from tests.support import batches
 from tests.support.decoding import random_pair
 from tests.support.distribution import SHAPE, p_value_alone
-from tests.support.gradients import assert_same_gradients, no_distribution_stays
+from tests.support.gradients import (
+    assert_learns_from_a_sample,
+    assert_same_gradients,
+    no_distribution_stays,
+)
 from tests.support.lossless import assert_lossless, assert_rounds_of_every_kind, cases
 from tests.support.methods import randomise, teach
 from tests.support.models import EVERY_ARCHITECTURE
@@ -277,6 +281,17 @@ def test_the_loss_has_the_gradients_of_all_masks_and_tokens_at_once(monkeypatch)
     assert_same_gradients(model, loss, joint)
 
 
+def test_a_sample_stands_for_the_vocabulary():
+    """For that of the draft: what it has no token for is not among the target's likeliest ones."""
+    pair = random_pair("llama")
+    model = drafting_model(pair)
+
+    def module_of(loss: Loss) -> MaskDistillation:
+        return MaskDistillation(model, StagedModel(pair.target), 3, 1.0, 1.0, loss)
+
+    assert_learns_from_a_sample(module_of, model, pair, [[*PROMPT, 5, 40, 2], [2, 40, 5, *PROMPT]])
+
+
 def test_agreements_are_of_what_would_be_drafted():
     pair = random_pair("qwen2")
     model = drafting_model(pair)
@@ -333,7 +348,6 @@ def test_training_teaches_masks(workplace, tmp_path):
         ("tokens_ahead=64", "no room"),
         ("draft_layers=0", "draft_layers"),
         ("retention=0", "retention"),
-        ("vocab_sample=8", "vocab_sample=null"),
     ],
 )
 def test_a_setting_of_the_training_that_cannot_work(workplace, tmp_path, setting, says):

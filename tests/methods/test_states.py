@@ -432,7 +432,7 @@ def test_a_sample_stands_for_the_rest_of_the_vocabulary(workplace, tmp_path):
     truth = Distribution(torch.rand(n, 2).softmax(-1), torch.randint(0, vocab, (n, 2)))
     sums = []
     for _ in range(500):
-        ids, shifts, inside = sampled(likeliest, truth, vocab, 40)
+        (ids, shifts), inside = sampled(truth, vocab, 40, likeliest)
         assert (
             len(ids.unique())
             == len(ids)
@@ -443,7 +443,7 @@ def test_a_sample_stands_for_the_rest_of_the_vocabulary(workplace, tmp_path):
     sums = torch.stack(sums)
     error = sums.std(0) / len(sums) ** 0.5
     assert ((sums.mean(0) - logits.exp().sum(-1)).abs() < 4 * error).all()
-    ids, shifts, inside = sampled(likeliest, truth, vocab, vocab)
+    (ids, shifts), inside = sampled(truth, vocab, vocab, likeliest)
     exact = cross_entropies(logits, truth)
     torch.testing.assert_close(cross_entropies(logits[:, ids] + shifts, inside), exact)
     with pytest.raises(UserError, match="states=FOLDER"):

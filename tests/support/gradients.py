@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import pytest
 import torch
+
+from methods.common.losses import LIKELIEST, PROBS, Loss
+from specbench.data.training import Batch
+from specbench.models.pairs import Pair
 
 
 def alive(widths: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -40,3 +45,25 @@ def assert_same_gradients(model: torch.nn.Module, loss: torch.Tensor, expected: 
     both = torch.autograd.grad(loss, weights), torch.autograd.grad(expected, weights)
     for name, one, other in zip(names, *both, strict=True):
         assert (one - other).norm() < 1e-4 * other.norm(), name
+
+
+def stored(pair: Pair, ids: list[list[int]], top: int = 3) -> Batch:
+    """A batch with the target's likeliest tokens, and their probabilities, of every place."""
+    tokens = torch.tensor(ids)
+    with torch.no_grad():
+        probs, likeliest = pair.target(tokens, use_cache=False).logits.softmax(-1).topk(top)
+    return {"input_ids": tokens, "loss_weight": torch.ones(tokens.shape), PROBS: probs, LIKELIEST: likeliest}
+
+
+def assert_learns_from_a_sample(
+    module_of: Callable[[Loss], torch.nn.Module], model: torch.nn.Module, pair: Pair, ids: list[list[int]]
+) -> None:
+    """With all tokens drawn it is the loss of the whole vocabulary, to the gradient; with a few, nearly that loss."""
+    batch = stored(pair, ids)
+    whole = module_of(Loss())(batch)
+    assert_same_gradients(model, module_of(Loss(vocab_sample=pair.vocab_size))(batch), whole)
+    torch.manual_seed(0)
+    module = module_of(Loss(vocab_sample=pair.vocab_size // 3))
+    few = torch.stack([module(batch).detach() for _ in range(40)])
+    assert few.mean().item() == pytest.approx(whole.item(), rel=0.03)
+    assert few.std() > 0
