@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from hydra.core.hydra_config import HydraConfig
 
@@ -18,11 +18,12 @@ from methods.common.build import Step, run_all
 from methods.states import RECORD as STATES
 from methods.states import check_context
 from specbench.config.compose import program, quoted
+from specbench.data.conversations import check_prompt_weight
 from specbench.data.training import RECORD, training_pair
 from specbench.decoding.state import NORMED
 from specbench.models.pairs import load_pair
 from specbench.system.errors import UserError
-from specbench.system.settings import Count, NotNegative, Seed, check, check_all, plain
+from specbench.system.settings import Count, NotNegative, Range, Seed, check, check_all, plain
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -36,7 +37,7 @@ SETTINGS = {
     "taps": list[int] | None,
     "steps": Count,
     "batch_size": Count,
-    "length": Count,
+    "length": Annotated[int, Range(2)],
     "loss_tokens": Count | None,
     "vocab_sample": Count | None,
     "prompt_weight": NotNegative,
@@ -178,6 +179,7 @@ def steps(cfg: DictConfig, pair: Sequence[str], layers: int) -> list[list[Step]]
 def make(cfg: DictConfig) -> None:
     """Makes all parts as configured (conf/parts.yaml), or continues with them."""
     check_all(cfg, SETTINGS)
+    check_prompt_weight(cfg.prompt_weight)
     named = [word for word in HydraConfig.get().overrides.task if word.lstrip("+").startswith("pair")]
     pair = named if any(word.startswith("pair=") for word in named) else [f"pair={cfg.pair.name}", *named]
     out = Path(cfg.out)

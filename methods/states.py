@@ -107,11 +107,13 @@ def rows_of(
     cut = ((ids[: cfg.length], weights[: cfg.length]) for ids, weights in full_rows)
     pad_id = pair.tokenizer.pad_token_id
     return packed_rows(
-        _answered(cut, cfg.length), cfg.length, min(pair.stop_ids) if pad_id is None else pad_id
+        _answered(cut, cfg.length, held_out),
+        cfg.length,
+        min(pair.stop_ids, default=0) if pad_id is None else pad_id,
     )
 
 
-def _answered(rows: Iterator[Tokens], length: int) -> Iterator[Tokens]:
+def _answered(rows: Iterator[Tokens], length: int, held_out: bool) -> Iterator[Tokens]:
     """The rows in which the assistant says something. Raises UserError where none comes for long."""
     skipped = 0
     for row in rows:
@@ -119,7 +121,8 @@ def _answered(rows: Iterator[Tokens], length: int) -> Iterator[Tokens]:
         if not skipped:
             yield row
         elif skipped > TOO_MANY:
-            raise UserError(f"the conversations hold nothing that the assistant says within {length} tokens")
+            which = "those that are held out of the conversations" if held_out else "the conversations"
+            raise UserError(f"{which} hold nothing that the assistant says within {length} tokens")
 
 
 def text_facts(cfg: DictConfig) -> dict[str, Any]:
@@ -150,8 +153,9 @@ def command_for(cfg: DictConfig) -> str:
     if cfg.conversations is not None and not Path(cfg.conversations).is_file():
         text += f" split={cfg.split}"
     same = " ".join(f"{name}={cfg[name]}" for name in SAME)
-    taps = [*([cfg.exit_layer] if "exit_layer" in cfg else []), NORMED]
-    depths = ",".join(map(str, taps))
+    # Those of EAGLE-3's and DFlash's kinds depend on how many layers the target has.
+    unknown = ["DEPTHS"] if cfg.keys() & {"draft_vocab", "taps"} else []
+    depths = ",".join(map(str, [*([cfg.exit_layer] if "exit_layer" in cfg else unknown), NORMED]))
     return f"specbench states pair={cfg.pair.name} {text} {same} taps=[{depths}] out=FOLDER"
 
 

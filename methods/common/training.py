@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from methods.states import (
     FINALS,
     HIDDEN,
+    TOO_MANY,
     arrays_for,
     batches_of_states,
     check_context,
@@ -35,6 +36,7 @@ from specbench.data.conversations import (
 from specbench.data.training import training_pair
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
+from specbench.decoding.model.anatomy import window_of
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.state import NORMED, Request
@@ -161,13 +163,37 @@ def answered(cfg: DictConfig, pair: Pair, model: StagedModel, held_out: bool = F
     texts = conversations(cfg, held_out)
     prompts = (pair.prompt_ids(c[:i]) for c in texts for i, m in enumerate(c) if m["role"] == "assistant")
     requests = (
-        Request(prompt, SamplingParams(room, cfg.temperature), cfg.seed + number)
-        for number, prompt in enumerate(prompts)
-        if (room := min(cfg.max_new_tokens, pair.context_length - len(prompt))) > 0
+        Request(prompt, SamplingParams(min(cfg.max_new_tokens, room), cfg.temperature), cfg.seed + number)
+        for number, prompt, room in _with_room(prompts, pair.context_length)
     )
     while some := list(islice(requests, ANSWERS)):
         for request, answer in zip(some, engine.generate(some)):
             yield request.prompt, answer.tokens
+
+
+def _with_room(prompts: Iterable[list[int]], context: int) -> Iterator[tuple[int, list[int], int]]:
+    """Number, ids and room for an answer of each prompt that has any. Raises UserError where none comes for long."""
+    skipped = 0
+    for number, prompt in enumerate(prompts):
+        room = context - len(prompt)
+        skipped = skipped + 1 if room <= 0 else 0
+        if skipped > TOO_MANY:
+            raise UserError(f"no prompt of the conversations leaves room for an answer in {context} tokens")
+        if room > 0:
+            yield number, prompt, room
+
+
+def check_window(cfg: DictConfig, draft: PreTrainedModel) -> None:
+    """Raises UserError where rows are longer than the window that a draft model's layers attend within.
+
+    What trains with a mask of its own lets a token see its whole row.
+    """
+    config = draft.config.get_text_config()
+    windows = {window_of(config, layer) for layer in range(config.num_hidden_layers)} - {None}
+    if windows and cfg.length > (least := min(cast("set[int]", windows))):
+        raise UserError(
+            f"length={cfg.length}, and layers of the draft model see {least} tokens: set length={least}"
+        )
 
 
 def target_pair(cfg: DictConfig) -> Pair:
@@ -232,9 +258,9 @@ def check_length(cfg: DictConfig, setting: str, beside: int = 2) -> None:
 def check_layers(cfg: DictConfig, pair: Pair) -> None:
     """Raises UserError where the target does not have the layers `cfg.layers`."""
     layers, depth = layers_of(cfg), pair.target.config.num_hidden_layers
-    if not layers or not all(0 <= i < depth for i in layers):
+    if not layers or not all(0 <= i < depth for i in layers) or len({*layers}) < len(layers):
         raise UserError(
-            f"layers must be some of the target's, 0 to {depth - 1}, or a count of its first, not {layers}"
+            f"layers must be some of the target's, 0 to {depth - 1}, each once, or a count of its first, not {layers}"
         )
 
 
@@ -246,12 +272,28 @@ def check_like_layer(layer: int | None, target: StagedModel) -> None:
         )
 
 
+@torch.no_grad()
 def begin_like(module: torch.nn.Module, other: torch.nn.Module) -> bool:
     """Copies all weights of another module, if those of both have the same names and shapes; whether they have."""
     shapes, others = ({name: w.shape for name, w in m.state_dict().items()} for m in (module, other))
-    if shapes == others:
-        module.load_state_dict(other.state_dict())
-    return shapes == others
+    if shapes != others:
+        return False
+    module.load_state_dict(other.state_dict())
+    for name, part in module.named_modules():
+        if [*dict(part.named_parameters(recurse=False))] == ["weight"] and cast(
+            "Any", part
+        ).weight.dim() == 1:
+            cast("Any", part).weight.copy_(scale_of(other.get_submodule(name)))
+    return True
+
+
+@torch.no_grad()
+def scale_of(norm: Any) -> torch.Tensor:
+    """What a norm multiplies normed states by, [d]: its weight, or 1 more in Gemma's families."""
+    signs = torch.ones_like(norm.weight)
+    signs[1::2] = -1.0  # of mean 0 and size 1: normed already
+    scale = (norm(signs) - norm(-signs)) / 2 * signs
+    return norm.weight if torch.allclose(scale, norm.weight, rtol=1e-2) else scale
 
 
 @torch.no_grad()

@@ -41,6 +41,7 @@ from methods.common.training import (
     check_length,
     held_out_figures,
     mask_to_fill,
+    scale_of,
     target_pair,
     target_states,
     train_part,
@@ -309,7 +310,7 @@ def fresh_model(cfg: DictConfig, target: StagedModel, mask: int) -> BlockModel:
         raise UserError(f"taps must be depths of the target, 0 to {layers - 1}, or a count, not {[*taps]}")
     model = BlockModel(config, taps).to(target.device)
     with torch.no_grad():
-        model.norm.weight.copy_(UNSURE * cast("torch.Tensor", target.norm.weight))
+        model.norm.weight.copy_(UNSURE * scale_of(target.norm))
         if model.markov_head is not None:
             model.markov_head.markov_w2.weight.zero_()  # at first nothing is corrected
         if model.candidate_selector is not None:

@@ -24,6 +24,7 @@ from methods.common.training import (
     batches,
     check_length,
     check_like_layer,
+    scale_of,
     silence,
     target_pair,
     train_part,
@@ -124,7 +125,7 @@ def fresh_model(
         _begin_like(cast("Any", model.midlayer), cast("Any", target.layers[like_layer]))
         for layer in model.layers.values():
             silence(layer)
-    model.norm.weight.copy_(UNSURE * cast("torch.Tensor", target.norm.weight))
+    model.norm.weight.copy_(UNSURE * scale_of(target.norm))
     head = target.lm_head.weight  # of a target that is spread over devices, on another one
     model.lm_head.weight.copy_(head[token_ids.to(head.device)])
     return model
@@ -148,7 +149,7 @@ def _begin_like(midlayer: Any, layer: Any) -> None:
     midlayer.self_attn.v_proj.weight.copy_(pad(takes, (0, width)))
     midlayer.self_attn.o_proj.weight.copy_(layer.self_attn.o_proj.weight)
     for norm in (midlayer.input_layernorm, midlayer.hidden_norm):
-        norm.weight.copy_(layer.input_layernorm.weight)
+        norm.weight.copy_(scale_of(layer.input_layernorm))
     midlayer.mlp.down_proj.weight.zero_()
 
 

@@ -26,6 +26,7 @@ from methods.common.training import (
     check_length,
     finals_of,
     least_squares,
+    scale_of,
     silence,
     some_of,
     target_pair,
@@ -115,7 +116,7 @@ def _begin(prefix: PrefixLayer, target: StagedModel) -> str:
     layer, last = cast("Any", prefix.layers[0]), cast("Any", target.layers[-1])
     is_like = begin_like(layer, last)
     silence(layer)
-    weight = cast("torch.Tensor", target.norm.weight)
+    weight = scale_of(target.norm)
     prefix.norm.weight.fill_(weight.float().square().mean().sqrt().item())
     return "a silent copy of the target's last layer" if is_like else "a silent layer of random weights"
 

@@ -22,6 +22,7 @@ from methods.common.training import (
     check_like_layer,
     held_out_figures,
     predicting,
+    scale_of,
     target_pair,
     target_states,
     train_part,
@@ -61,11 +62,14 @@ def fresh_adapter(target: StagedModel, like_layer: int) -> tuple[Adapter, bool]:
     # As published, each query head has keys and values of its own.
     config = LlamaConfig(**sizes | {"num_key_value_heads": sizes["num_attention_heads"]})
     adapter = Adapter(config).to(target.device)
-    adapter.norm.weight.copy_(cast("torch.Tensor", target.norm.weight))
+    adapter.norm.weight.copy_(scale_of(target.norm))
     block, layer = cast("AdapterLayer", adapter.layers[0]), cast("Any", target.layers[like_layer])
-    is_like = begin_like(block.self_attn, layer.self_attn)
+    attention: Any = getattr(layer, "self_attn", None)
+    norm: Any = getattr(layer, "input_layernorm", None)
+    has_bias = getattr(norm, "bias", None) is not None
+    is_like = bool(attention and norm) and not has_bias and begin_like(block.self_attn, attention)
     if is_like:
-        block.input_layernorm.load_state_dict(layer.input_layernorm.state_dict())
+        block.input_layernorm.weight.copy_(scale_of(norm))
     else:
         block.self_attn.o_proj.weight.zero_()
     return adapter, is_like

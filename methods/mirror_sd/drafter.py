@@ -31,6 +31,8 @@ from specbench.system.errors import UserError
 from specbench.system.settings import Count, Natural, Positive, Probability
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import pandas as pd
     from transformers import PretrainedConfig, PreTrainedModel
 
@@ -64,9 +66,16 @@ class BranchingDrafter(Drafter):
         self.deterministic = not self.ratio
         self.model = StagedModel(draft, pair.vocab_size)
         self.head = draft_head(pair, self.model)
-        self._pass_bytes = self.model.pass_bytes(head=False) + self.head.bytes
         streams = None if weights is None else load_streams(weights, draft, pair.draft_expansion)
+        self._ahead_bytes = self._pass_bytes = self.model.pass_bytes(head=False) + self.head.bytes
+        if streams is not None:  # whose states go through the head by themselves
+            self._pass_bytes += self.head.bytes
         self._parts = draft, pair.vocab_size, self.head.target_vocab, self.head.token_ids, streams
+
+    @staticmethod
+    def draws(settings: Mapping[str, Any]) -> bool:
+        """Whether drafts are drawn, as `acceptance` tells."""
+        return settings.get("acceptance") == "ratio"
 
     def open(self, slots: Slots, target: StagedModel) -> None:
         """Notes how long a sequence can get."""
@@ -192,7 +201,7 @@ class MirrorSD(BranchingDrafter):
         probs = self._widened(settled.probs)
         read = sum(settled.passes) * self._pass_bytes
         if settled.hit is not None:
-            read += self._guess_bytes + self._pass_bytes  # of the guesses, and of looking ahead for them
+            read += self._guess_bytes + self._ahead_bytes  # of the guesses, and of looking ahead for them
         tokens = settled.tokens.to(self.device).unsqueeze(0)
         self._depth = min(self.max_draft_tokens, batch.sequences[0].remaining - 2)
         probs = None if probs is None else probs.to(self.device)

@@ -20,6 +20,7 @@ from methods.common.training import (
     DRAFT_SETTINGS,
     agreement,
     check_length,
+    check_window,
     finals_of,
     pair_to_train,
     predicting,
@@ -93,7 +94,7 @@ class Streaming(torch.nn.Module):
         seen = seen | ((token == token.unsqueeze(1)) & (stream <= stream.unsqueeze(1)))
         mask = torch.zeros(seen.shape, dtype=embedded.dtype, device=ids.device)
         mask = mask.masked_fill_(~seen, torch.finfo(embedded.dtype).min).expand(b, 1, -1, -1)
-        hidden = self.model.model(
+        hidden = self.model.get_decoder()(
             inputs_embeds=torch.cat([embedded, streams], dim=1),
             attention_mask=mask,
             position_ids=position.expand(b, -1),
@@ -125,6 +126,7 @@ def train(cfg: DictConfig) -> Path:
     check_length(cfg, "streams")
     pair = pair_to_train(cfg)
     draft = draft_of(pair)
+    check_window(cfg, draft)
     module = Streaming(draft, pair.staged, cfg.streams, cfg.stream_weight, Loss.of(cfg))
 
     def evaluate(held_out: list[Batch]) -> dict[str, float]:

@@ -17,6 +17,7 @@ from methods.common.masked_places import JUDGED, MASKED_SETTINGS, Places, places
 from methods.common.training import (
     DRAFT_SETTINGS,
     check_length,
+    check_window,
     finals_of,
     held_out_figures,
     mask_to_fill,
@@ -127,6 +128,7 @@ def train(cfg: DictConfig) -> Path:
     check_length(cfg, "tokens_ahead")
     pair = pair_to_train(cfg)
     draft = draft_of(pair)
+    check_window(cfg, draft)
     mask = mask_to_fill(cfg, pair, draft.config.vocab_size)
     setattr(draft.config, MASK, mask)
     shares = cfg.retention, cfg.least_retention

@@ -58,7 +58,7 @@ class Sorted(torch.nn.Module):
 
     def states(self, batch: Batch) -> list[torch.Tensor]:
         """The normed states [B, T, d] of every exit. Only the exits are normed; the deepest already is."""
-        outputs = self.model.model(batch["input_ids"], use_cache=False, output_hidden_states=True)
+        outputs = self.model.get_decoder()(batch["input_ids"], use_cache=False, output_hidden_states=True)
         norm, hidden = self._norm[0], outputs.hidden_states
         return [*(norm(hidden[exit]) for exit in self.exits[:-1]), outputs.last_hidden_state]
 
@@ -75,7 +75,7 @@ def train(cfg: DictConfig) -> Path:
     pair = target_pair(cfg)
     check_layers(cfg, pair)
     layers, exits = layers_of(cfg), sorted(cfg.exits)
-    if not exits or exits[0] < 1 or exits[-1] != len(layers):
+    if not exits or exits[0] < 1 or exits[-1] != len(layers) or len({*exits}) < len(exits):
         raise UserError(
             f"exits must rise, begin at 1 or more, and end with all {len(layers)} layers of the draft; not {exits}"
         )

@@ -69,6 +69,11 @@ class DraftModelTree(SpeculativeSampling):
             self.siblings = max(Counter(path[:-1] for path in self.trees.paths).values())
 
     @staticmethod
+    def draws(settings: Mapping[str, Any]) -> bool:
+        """Whether children are drawn."""
+        return settings.get("sampling") != "likeliest"
+
+    @staticmethod
     def draws_trees(settings: Mapping[str, Any]) -> bool:
         """Whether children are drawn."""
         return settings.get("sampling") != "likeliest"

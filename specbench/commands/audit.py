@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
@@ -16,7 +16,7 @@ from specbench.measure.metrics.metrics import VERDICTS
 from specbench.report.cells import console
 from specbench.system.errors import UserError
 from specbench.system.files import write_json
-from specbench.system.settings import Count, NotNegative, Range, check_all
+from specbench.system.settings import Count, NotNegative, Temperature, check_all
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -27,7 +27,7 @@ SETTINGS = {
     "answers": str,
     "plain": str | None,
     "again": str | None,
-    "temperature": Annotated[float, Range(0.0)],
+    "temperature": Temperature,
     "max_new_tokens": Count | None,
     "tolerance": NotNegative | None,
     "out": str | None,
@@ -47,6 +47,8 @@ def audit(cfg: DictConfig) -> int:
     files = {name: Path(path) for name, path in named.items() if path is not None}
     if missing := [path for path in files.values() if not path.is_file()]:
         raise UserError(f"there is no file '{missing[0]}'")
+    if cfg.out is not None and (Path(cfg.out).is_dir() or not Path(cfg.out).parent.is_dir()):
+        raise UserError(f"out={cfg.out}: name a file in a folder that is there")
     # Late: torch takes seconds.
     from specbench.engines.audit import Referee, arms_of, first_tokens, likelihoods, read_answers
     from specbench.models.devices import name_of

@@ -18,7 +18,11 @@ def main() -> int:
     if len(sys.argv) < 3 or sys.argv[1] != "install":
         raise UserError(USAGE)
     _, _, name, *overrides = sys.argv
-    print(make_environment(name, content_of(name, overrides)))
+    try:
+        print(make_environment(name, content_of(name, overrides)))
+    except KeyboardInterrupt:
+        print("stopped: the same command continues", file=sys.stderr)
+        return 130
     return 0
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from specbench.config.checks import check, check_sources
 from specbench.config.compose import positional, quoted, with_hydra
 from specbench.config.spec import make_drafter
-from specbench.system.errors import one_line_errors
+from specbench.system.errors import UserError, file_errors, one_line, one_line_errors
 from specbench.system.files import make_folder
 from specbench.system.settings import check_all
 
@@ -64,10 +64,19 @@ def _part(cfg: DictConfig) -> Iterator[tuple[str, Path]]:
 
 
 def _copied(source: Path, to: Path) -> Path:
-    """Copies a file or folder."""
-    if source.is_dir():
-        return shutil.copytree(source, to, dirs_exist_ok=True)
-    return Path(shutil.copyfile(source, to))
+    """Copies a file or folder, unless it is there already. Raises UserError where it cannot be written."""
+    if source.resolve() == to.resolve():
+        return to
+    try:
+        with file_errors(writing=to):
+            copy = (
+                shutil.copytree(source, to, dirs_exist_ok=True)
+                if source.is_dir()
+                else shutil.copyfile(source, to)
+            )
+    except shutil.Error as error:  # of several files
+        raise UserError(f"cannot write {to}: {one_line(error)}") from error
+    return Path(copy)
 
 
 @one_line_errors()

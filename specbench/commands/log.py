@@ -130,16 +130,21 @@ def group_frame(
 def pull(group: str, project: str = "specbench", entity: str | None = None, into: Path = CACHE) -> list[Path]:
     """Gets the run folders of a group from the service into `into`/<group>/, and returns them, sorted by name.
 
-    A folder that is there already is not fetched again; a run without one is told of and left out. entity: None is the
-    user's own. Raises UserError when there is no such group, no login, or no network.
+    A folder that is there already is not fetched again; where it holds another run of that name, its id is appended.
+    A run without a folder is told of and left out. entity: None is the user's own. Raises UserError when there is no
+    such group, no login, or no network.
     """
     if not group:
         raise UserError("name the group: make wandb-compare GROUP=name")
+    from specbench.report.wandb_run import run_id  # late, as below
+
     group_runs = _run_folders(group, project, entity)
     names = [name for name, _, _ in group_runs]
     folders = []
     for name, number, artifact in group_runs:
-        folder = into / _file_name(group) / _file_name(name if names.count(name) == 1 else f"{name}_{number}")
+        folder, with_id = (into / _file_name(group) / _file_name(one) for one in (name, f"{name}_{number}"))
+        if names.count(name) > 1 or (store.is_complete(folder) and run_id(folder) != number):
+            folder = with_id
         if artifact is not None and not store.is_complete(folder):
             _download(artifact, folder)
         if store.is_complete(folder):

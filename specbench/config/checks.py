@@ -17,6 +17,7 @@ from specbench.config.compose import (
     group_file,
     own_error,
 )
+from specbench.config.engine_settings import check_read
 from specbench.config.tuned import settings_source
 from specbench.data.conversations import check_source
 from specbench.data.questions import load_questions, warmup_questions
@@ -118,6 +119,8 @@ def check(cfg: DictConfig, asks: bool = True) -> RunSpec:
     check_values(cfg)
     check_tracker(cfg.tracker)
     spec = check_method(cfg)
+    if spec.engine is not None:
+        check_read(cfg, spec, chosen["engine"].get("speculative") or {})
     check_folders(cfg, spec.needs)
     if cfg.pair.init == "expanded":
         expand.check(cfg.pair, draft_source(cfg.pair, spec.needs))

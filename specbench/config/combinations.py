@@ -8,7 +8,6 @@ import pkgutil
 from typing import TYPE_CHECKING, Any
 
 from specbench.config.compose import check_pair_keys
-from specbench.config.engine_settings import check_read
 from specbench.config.parts import check_part
 from specbench.config.spec import RunSpec, unit_of
 from specbench.data.warm_start import WARM
@@ -17,7 +16,7 @@ from specbench.system.errors import LackingError, UserError, one_line, suggest
 from specbench.system.settings import LASTING, MEMORY, WRAPPED
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping, Sequence
 
     from omegaconf import DictConfig
 
@@ -93,13 +92,13 @@ def trainer_of(module: str) -> str | None:
     return f"specbench train {name}" if package == "methods" else f"python -m {module}.train"
 
 
-def check_verification(decoding: DictConfig, drafter: str, groups: Iterable[Mapping]) -> None:
+def check_verification(decoding: DictConfig, drafter: str, groups: Sequence[Mapping]) -> None:
     """Checks the rule that accepts drafts.
 
     Args:
         decoding: The configuration of it.
         drafter: "method sps", for messages.
-        groups: The configurations of the drafter, and of one that it wraps.
+        groups: The configurations of the drafter, and of the innermost one that it wraps.
 
     Raises:
         UserError: The rule is not for such drafts.
@@ -113,7 +112,13 @@ def check_verification(decoding: DictConfig, drafter: str, groups: Iterable[Mapp
         return
     if not samples:
         raise UserError("decoding.verification=block is for sampled drafts: set decoding=sample")
-    if any(pkgutil.resolve_name(group["_target_"]).draws_trees(group) for group in groups):
+    classes = [pkgutil.resolve_name(group["_target_"]) for group in groups]
+    if not classes[-1].draws(groups[-1]):
+        raise UserError(
+            f"decoding.verification=block is for sampled drafts, and those of {drafter} are not drawn: "
+            f"set it to {values.TOKEN}"
+        )
+    if any(cls.draws_trees(group) for cls, group in zip(classes, groups)):
         raise UserError(
             f"decoding.verification=block is for chains; {drafter} samples trees: set it to {values.TOKEN}"
         )
@@ -160,7 +165,6 @@ def check_engine(cfg: DictConfig, spec: RunSpec) -> None:
     }
     if chosen := [key for key, is_set in ours.items() if is_set]:
         raise UserError(f"engine {name} does not support {', '.join(chosen)}: leave that out")
-    check_read(cfg, spec)
 
 
 def check_batch(cfg: DictConfig, spec: RunSpec, slots: int) -> None:

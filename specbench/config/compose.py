@@ -333,6 +333,8 @@ def unknown_key(key: str, config_name: str, overrides: list[str]) -> str:
         if part not in children:
             return f"unknown key '{key}': {suggest(part, children)}"
         node = children[part]
+    if isinstance(node, dict):  # in which a value is new
+        return f"a value of '{key}' is new: add it with +{key}.NAME=VALUE"
     return f"key '{key}' does not exist for every choice of this sweep"
 
 

@@ -22,19 +22,20 @@ if TYPE_CHECKING:
 READ = re.compile(r"\$\{(?:drafter_setting:|drafter\.|method\.)(\w+)")  # a setting of the method, in a preset
 
 
-def check_read(cfg: DictConfig, spec: RunSpec) -> None:
+def check_read(cfg: DictConfig, spec: RunSpec, speculative: Mapping[str, Any]) -> None:
     """Refuses settings that nothing of another engine reads: all runs of a sweep over one would be the same.
 
     Args:
         cfg: of the run.
         spec: the run, of another engine.
+        speculative: how the engine drafts, by method, as it was written: with references to settings of the method.
 
     Raises:
         UserError: Such a setting has another value than it has by itself.
     """
     assert spec.engine is not None
     engine, method = spec.engine["name"], spec.drafter["name"]
-    preset = (group_file("engine", engine).get("speculative") or {}).get(method)
+    preset = speculative.get(method)
     for group, chosen in spec.groups.items():
         drafts = chosen is spec.drafter
         if drafts and spec.is_own_code:  # which reads all of them

@@ -217,7 +217,8 @@ def parse(row: dict) -> Messages:
     answer that was cut at its cap.
     """
     if "messages" in row:
-        messages = [(m["role"], m["content"], m.get("complete", True)) for m in row["messages"]]
+        # Null where a table has a column of it: as if it were not there.
+        messages = [(m["role"], m["content"], m.get("complete") is not False) for m in row["messages"]]
     else:
         messages = [(ROLES.get(m["from"], m["from"]), m["value"], True) for m in row["conversations"]]
     parsed: Messages = [

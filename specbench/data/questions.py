@@ -32,10 +32,10 @@ class MissingQuestionsError(UserError):
 def load_questions(data: Mapping, task: Mapping) -> list[Question]:
     """The questions of a run in the order of the file: those of the task, at most `data.limit` per task.
 
-    `task.tasks` maps each task to its categories; where it holds `task.name`, that one alone is asked, and
-    all of them otherwise ("all"). In the schema `turns` the file's own categories are the tasks.
-    A limit takes from the categories of a task in turn, so that each counts. `data.turns` leaves out later turns.
-    Raises UserError for a file that is missing or malformed, and when no question is left.
+    `task.tasks` maps each task to its categories. `task.name` is one of them, which alone is asked, or "all".
+    In the schema `turns` the file's own categories are the tasks. A limit takes from the categories of a task in turn,
+    so that each counts. `data.turns` leaves out later turns. Raises UserError for a file that is missing or malformed,
+    for a task that there is not, and when no question is left.
     """
     path = find_questions_file(data)
     questions = file_questions(data, task, path)
@@ -84,6 +84,11 @@ def find_questions_file(data: Mapping) -> Path:
     if place := data["path"] or os.environ.get(variable):
         folder = packaged(place)
         path = _of_split(folder, data, source) if folder.is_dir() else _existing(place, source)
+        split = data.get("split")
+        if split not in (None, path.stem, path.parent.name):
+            raise UserError(
+                f"{source}: {path} is a file, not a folder with a split {split}: set data.split=null"
+            )
     else:
         path = cache_folder() / data["name"] / "question.jsonl"
         if not path.exists():
@@ -103,10 +108,10 @@ def _tasks(questions: list[Question], data: Mapping, task: Mapping) -> list[str]
     tasks = task["tasks"]
     if data.get("schema") == TURNS:
         tasks = dict.fromkeys(q.task for q in questions)
-        if name not in (EVERY, *tasks):
-            raise UserError(
-                f"task.name={name}: data={data['name']} has the tasks {', '.join(tasks)}; task=all: all"
-            )
+    if name not in (EVERY, *tasks):
+        raise UserError(
+            f"task.name={name}: data={data['name']} has the tasks {', '.join(tasks)}; task=all: all"
+        )
     return [name] if name in tasks else list(tasks)
 
 

@@ -88,6 +88,11 @@ class Drafter:
     max_nodes = 0
     extra_cores: int = 0
 
+    @classmethod
+    def draws(cls, settings: Mapping[str, Any]) -> bool:
+        """Whether a drafter with these settings draws its tokens when it samples: see `deterministic`."""
+        return not cls.deterministic
+
     @staticmethod
     def draws_trees(settings: Mapping[str, Any]) -> bool:
         """Whether a drafter with these settings draws tokens of trees, as far as that is known without weights."""
@@ -119,7 +124,7 @@ class Drafter:
         """
 
     def draft_limit(self, slot: int) -> int:
-        """How many draft tokens a path of the sequence in a slot may have in the next round."""
+        """How many draft tokens, at least one, a path of the sequence in a slot may have in the next round."""
         return self.max_draft_tokens
 
     def draft(self, batch: Batch) -> Draft:

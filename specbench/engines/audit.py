@@ -65,7 +65,8 @@ def read_answers(path: Path, pair: Pair) -> list[Answered]:
         if line.strip():
             try:
                 answers.append(_read(json.loads(line), number, pair))
-            except (ValueError, TemplateError, UserError) as error:  # also bytes that are no UTF-8
+            # Also bytes that are no UTF-8, half a surrogate pair, numbers beyond a float, and no end of brackets.
+            except (ValueError, TypeError, OverflowError, RecursionError, TemplateError, UserError) as error:
                 raise UserError(f"{path}, line {number}: {error}") from error
     if not answers:
         raise UserError(f"'{path}' holds no answers")

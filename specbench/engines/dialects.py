@@ -129,6 +129,7 @@ def llama_cpp(url: str, request: Request, stops: frozenset[int], timeout: float,
         "n_probs": TOP if tops else 0,
     }
     seen: list[SentToken] = []
+    last = SentToken(math.nan, 0, 0, 0, {})
     reply, drafted, accepted, predicted = Reply(), 0, 0, 0
     for at, event in events(url, "/completion", body, timeout):
         ids, timings = event.get("tokens") or [], event.get("timings") or {}
@@ -140,6 +141,7 @@ def llama_cpp(url: str, request: Request, stops: frozenset[int], timeout: float,
         reply.cached_tokens = timings.get("cache_n", reply.cached_tokens)
         predicted = event.get("tokens_predicted", predicted)
         drafted, accepted = timings.get("draft_n", drafted), timings.get("draft_n_accepted", accepted)
+        last = SentToken(at, 0, drafted, accepted, {})
         likeliest = [one.get("top_logprobs") or () for one in event.get("completion_probabilities") or ()]
         for place, token in enumerate(ids):
             top = {one["id"]: one["logprob"] for one in (likeliest[place] if place < len(likeliest) else ())}
@@ -162,11 +164,13 @@ def llama_cpp(url: str, request: Request, stops: frozenset[int], timeout: float,
 
     def complete() -> None:
         """Raises UserError where the answer without a stream is another one."""
-        take(_completed(seen, _unstreamed(url, body, stops, timeout)))
+        take(_completed(seen, _unstreamed(url, body, stops, timeout), last))
         reply.complete = None
+        if not reply.tokens:
+            raise EngineError("the answer holds no token ids")
 
     take(seen)
-    reply.complete = complete if predicted > len(seen) > 0 else None
+    reply.complete = complete if predicted > len(seen) else None
     return reply
 
 
@@ -176,21 +180,22 @@ def _unstreamed(url: str, body: Mapping, stops: frozenset[int], timeout: float) 
     return truncate_at_stop([token for _, event in at_once for token in event.get("tokens") or ()], stops)
 
 
-def _completed(streamed: list[SentToken], tokens: list[int]) -> list[SentToken]:
+def _completed(streamed: list[SentToken], tokens: list[int], last: SentToken) -> list[SentToken]:
     """A stream with the tokens that llama.cpp leaves out of it: those that end inside a character.
 
-    Each gets time and counts of the next token that was sent.
+    Each gets time and counts of the next token that was sent, or of the last event where none was.
 
     Args:
         streamed: the tokens that were sent.
         tokens: all tokens of the answer.
+        last: time and counts of the last event.
 
     Raises:
         UserError: The stream is not a part of them.
     """
     completed, sent = [], 0
     for token in tokens:
-        of_event = streamed[min(sent, len(streamed) - 1)]
+        of_event = streamed[min(sent, len(streamed) - 1)] if streamed else last
         is_sent = sent < len(streamed) and of_event.token == token
         completed.append(of_event if is_sent else replace(of_event, token=token, top={}))
         sent += is_sent
@@ -274,7 +279,10 @@ def _add_choice(reply: Reply, at: float, choice: Mapping) -> bool:
     if choice.get("prompt_token_ids") is not None:
         reply.prompt_tokens = len(choice["prompt_token_ids"])
     for likeliest in (choice.get("logprobs") or {}).get("top_logprobs") or ():
-        reply.tops.append({int(key.rpartition(":")[2]): value for key, value in likeliest.items()})
+        ids_of = {key.rpartition(":")[2]: value for key, value in (likeliest or {}).items()}
+        if not all(key.isdecimal() for key in ids_of):
+            raise EngineError("log-probabilities are of texts, not of token ids")
+        reply.tops.append({int(key): value for key, value in ids_of.items()})
     reason = choice.get("finish_reason")
     if reason not in (None, *FINISHED):
         raise EngineError(f"the server ended the answer: {reason}")

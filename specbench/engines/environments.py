@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from specbench.system.errors import UserError
 from specbench.system.files import lock_folder, make_folder
 from specbench.system.paths import cache_folder
+from specbench.system.settings import check
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -29,6 +30,14 @@ VERSION = (
     "import importlib.metadata as m, sys; d = m.packages_distributions()[sys.argv[1]][0]; "
     "print(f'{d}=={m.version(d)}')"
 )
+
+
+def check_install(install: Mapping) -> None:
+    """Raises UserError where what an environment holds is not given as lists: a text would be one of letters."""
+    check("engine.install.requirements", install.get("requirements"), list[str])
+    check("engine.install.without", install.get("without"), list[str] | None)
+    if not install["requirements"]:
+        raise UserError("engine.install.requirements is empty: name what pip installs")
 
 
 def environment(install: Mapping) -> Path:
@@ -67,16 +76,31 @@ def program(name: str, install: Mapping, python: str | None, module: str) -> tup
     """
     path = interpreter(name, install) if python is None else Path(python)
     try:
-        return path, _version(path, module)
+        return path, _version(path, module, python)
     except (OSError, subprocess.CalledProcessError) as error:
         raise UserError(f"engine {name}: {path} is no interpreter that has {module}") from error
 
 
 @functools.cache
-def _version(python: Path, module: str) -> str:
+def _version(path: Path, module: str, python: str | None) -> str:
     """The distribution that has a module, with its version: kept, since a run's check and its engine both ask."""
-    done = subprocess.run([python, "-c", VERSION, module], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [path, "-c", VERSION, module],
+        env=os.environ | variables(python),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     return done.stdout.strip()
+
+
+def variables(python: str | None) -> dict[str, str]:
+    """What the interpreter of an engine gets beside this process's variables.
+
+    In an environment of ours it finds nothing outside: pip would take that for installed. An interpreter that is named
+    with engine.python may need it.
+    """
+    return {"PYTHONPATH": "", "PYTHONHOME": ""} if python is None else {}
 
 
 def make_environment(name: str, install: Mapping) -> Path:
@@ -91,8 +115,9 @@ def make_environment(name: str, install: Mapping) -> Path:
         Its Python.
 
     Raises:
-        UserError: Python has no pip for it, or pip cannot install what it requires.
+        UserError: `install` is of another form, Python has no pip for it, or pip cannot install what it requires.
     """
+    check_install(install)
     folder = make_folder(environment(install))
     *first, last = install["requirements"]
     without = set(install.get("without") or ())
@@ -129,7 +154,13 @@ def _requirements_of(name: str, python: Path, requirement: str, without: set[str
 
 def _printed(name: str, python: Path, *arguments: str) -> str:
     """What the Python of an engine's environment prints. Raises UserError with the last line of what went wrong."""
-    done = subprocess.run([str(python), *arguments], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [str(python), *arguments],
+        env=os.environ | variables(None),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()] or ["pip failed"]
         raise UserError(f"cannot install engine {name}: {lines[-1].strip()}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from specbench.engines.environments import program
+from specbench.engines.environments import program, variables
 from specbench.engines.served import PLAIN, SPECULATIVE, ServedEngine
 from specbench.engines.server import STANDALONE, scripted, shared_cores
 from specbench.models.export import as_gguf
@@ -83,7 +83,7 @@ class LlamaCpp(ServedEngine):
         cores = shared_cores(threads)
 
         servers = {
-            arm: scripted(arm, interpreter, SCRIPT, parameters, start_seconds, cores)
+            arm: scripted(arm, interpreter, SCRIPT, parameters, start_seconds, cores, variables(python))
             for arm, parameters in ((PLAIN, every), (SPECULATIVE, every | {"speculative": drafts}))
         }
         super().__init__(pair, servers, name, answer_seconds, batch_size)

@@ -22,8 +22,9 @@ def _is_url(value: object) -> bool:
         return False
     try:
         parts = urlsplit(value)
+        (parts.hostname or "").encode("idna")
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # of a port that is no number
+    except ValueError:  # of a port that is no number, or a name that is none
         return False
 
 

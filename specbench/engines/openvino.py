@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from specbench.engines.environments import program
+from specbench.engines.environments import program, variables
 from specbench.engines.served import PLAIN, SPECULATIVE, ServedEngine
 from specbench.engines.server import STANDALONE, scripted, shared_cores
 from specbench.models.export import as_gguf
@@ -92,7 +92,7 @@ class OpenVINO(ServedEngine):
         drafts = {"draft": of_draft, LOOKUP: lookup, "generation": generation}
         cores = shared_cores(threads)
         servers = {
-            arm: scripted(arm, interpreter, SCRIPT, settings, start_seconds, cores)
+            arm: scripted(arm, interpreter, SCRIPT, settings, start_seconds, cores, variables(python))
             for arm, settings in ((PLAIN, every), (SPECULATIVE, every | drafts))
         }
         super().__init__(pair, servers, "openai", answer_seconds, batch_size)

@@ -19,8 +19,8 @@ from specbench.decoding.sampling import truncate_at_stop
 from specbench.decoding.trace import Generation, Step, counted
 from specbench.engines.client import EngineError, RefusedError
 from specbench.engines.dialects import DIALECTS, TargetPass
-from specbench.engines.environments import program
-from specbench.system.errors import JobError, UserError
+from specbench.engines.environments import check_install, program
+from specbench.system.errors import JobError, UserError, one_line
 from specbench.system.paths import existing_file
 
 if TYPE_CHECKING:
@@ -90,6 +90,7 @@ class ServedEngine:
             UserError: The engine is not installed, or a file that is named is not there.
         """
         if cls.module is not None and settings.get("install"):
+            check_install(settings["install"])
             program(settings["name"], settings["install"], settings.get("python"), cls.module)
         for name in ("target", "draft"):
             if settings.get(name):
@@ -234,8 +235,16 @@ class ServedEngine:
 
     def _reply(self, name: str, request: Request, tops: bool = False) -> Reply:
         url, stops = self.servers[name].url, self._stops(request)
-        reply = self.dialect(url, request, stops, self.answer_seconds, tops)
-        if not reply.tokens:
+        try:
+            reply = self.dialect(url, request, stops, self.answer_seconds, tops)
+        except (
+            AttributeError,
+            KeyError,
+            TypeError,
+            ValueError,
+        ) as error:  # null in place of a list, and the like
+            raise EngineError(f"an event has another form than it should: {one_line(error)}") from error
+        if not reply.tokens and reply.complete is None:
             raise EngineError("the answer holds no token ids")
         return reply
 
@@ -299,6 +308,8 @@ class ServedEngine:
         of_second_answers = 0
         for name in (PLAIN, SPECULATIVE):
             reply = self._reply(name, requests[0])
+            if not reply.tokens:  # before it was completed: a stream without ids has no times
+                raise EngineError(f"the stream of the {name} server holds no token ids")
             _check_read(name, reply, requests[0])
             if reply.cached_tokens is None and not self.servers[name].is_ours:
                 self._note(

@@ -131,12 +131,23 @@ def own_environment() -> dict[str, str]:
 
 
 def scripted(
-    arm: str, program: Path, script: Path, settings: dict[str, Any], seconds: float, cores: Collection[int]
+    arm: str,
+    program: Path,
+    script: Path,
+    settings: dict[str, Any],
+    seconds: float,
+    cores: Collection[int],
+    environment: dict[str, str],
 ) -> Server:
     """A server that a script in an engine's environment is: `python SCRIPT PORT JSON`; arguments as of `Server`."""
     words = json.dumps(settings)
     return Server(
-        arm, "", lambda port: [str(program), str(script), str(port), words], seconds=seconds, cores=cores
+        arm,
+        "",
+        lambda port: [str(program), str(script), str(port), words],
+        seconds=seconds,
+        cores=cores,
+        environment=environment,
     )
 
 

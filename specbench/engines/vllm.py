@@ -13,7 +13,7 @@ import specbench
 from specbench import METHODS
 from specbench.config.spec import OWN_CODE, make_drafter, needs_of
 from specbench.data.warm_start import WARM
-from specbench.engines.environments import program
+from specbench.engines.environments import program, variables
 from specbench.engines.served import PLAIN, SPECULATIVE, ServedEngine
 from specbench.engines.server import HOST, Server, shared_cores
 from specbench.engines.vllm_proposer import DRAFTER
@@ -79,7 +79,7 @@ class Vllm(ServedEngine):
         # First of all: a drafter may lay the target's weights out anew.
         folder = as_folder(pair.target, pair.exported_tokenizer, f"{pair.name}-target")
         drafts = dict(speculative[drafter["name"]])
-        environment = ENVIRONMENT | {CACHE_SPACE: os.environ.get(CACHE_SPACE, "1")}
+        environment = ENVIRONMENT | variables(python) | {CACHE_SPACE: os.environ.get(CACHE_SPACE, "1")}
         if drafts.pop(EXPORTED, False):
             part = as_part(make_drafter(drafter, pair=pair), f"{pair.name}-{drafter['name']}")
             drafts |= {"model": str(part), LENGTH: _length_of(part, drafter["name"], drafts.get(LENGTH))}
@@ -134,7 +134,7 @@ class Vllm(ServedEngine):
     def check(cls, settings: Mapping[str, Any], drafter: Mapping[str, Any], batch_size: int) -> None:
         """As of every engine. Raises UserError for a drafter of this project's that cannot draft inside vLLM, too."""
         super().check(settings, drafter, batch_size)
-        plain = settings.get("plain") or {}
+        plain = {key.replace("_", "-"): value for key, value in (settings.get("plain") or {}).items()}
         if plain.get("enable-prefix-caching") or plain.get("no-enable-prefix-caching") is False:
             raise UserError("a prefix cache makes second answers faster: leave it out of engine.plain")
         if settings["speculative"][drafter["name"]].get(OWN_CODE):
@@ -178,9 +178,11 @@ def _importable() -> Path:
 
 
 def _words(name: str, value: Any) -> list[str]:
-    """An option as a command line has it: dictionaries as JSON; nothing for one that is switched off."""
-    if value is False or value is None:
+    """An option as a command line has it: dictionaries as JSON, and nothing for one without a value."""
+    if value is None or (value is False and name.startswith("no-")):
         return []
+    if value is False:
+        return [f"--no-{name}"]
     if value is True:
         return [f"--{name}"]
     if isinstance(value, list):

@@ -132,6 +132,8 @@ def make_rule(name: str, longest: int, costs: Sequence[float] | None) -> Constan
 class VariableLength(WrappedDrafter):
     """A drafter whose drafts are as long as a rule says.
 
+    A tree that grows has as many levels as the sequence of the batch with most room, and shares its nodes among these.
+
     Args:
         inner: the drafter; its own length is the greatest.
         rule: chooses lengths.

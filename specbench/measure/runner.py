@@ -73,15 +73,18 @@ def prepare(cfg: DictConfig, scheduler: Scheduler | None = None) -> Bench:
     target = pair.staged
     check_staged(target, pair.sample_ids())
     drafter = make_drafter(spec.drafter, pair=pair)
+    if spec.scheduler is not None:
+        make = pkgutil.resolve_name(spec.scheduler["_target_"])
+        scheduler = make(batch_size=spec.batch_size, **parameters(spec.scheduler))
     if (name := cfg.decoding.draft_length) != CONSTANT:
-        drafter = VariableLength(drafter, make_rule(name, drafter.max_draft_tokens, cfg.decoding.round_costs))
+        longest = drafter.max_draft_tokens
+        if scheduler is not None:
+            longest = min(longest, scheduler.longest_draft)
+        drafter = VariableLength(drafter, make_rule(name, longest, cfg.decoding.round_costs))
 
     def engine(drafter: Drafter, scheduler: Scheduler | None = None) -> Engine:
         return Engine(target, drafter, pair.stop_ids, scheduler, pair.context_length)
 
-    if spec.scheduler is not None:
-        make = pkgutil.resolve_name(spec.scheduler["_target_"])
-        scheduler = make(batch_size=spec.batch_size, **parameters(spec.scheduler))
     measured, single = engine(drafter, scheduler), engine(Drafter())
     arms: dict[str, Arm] = {BASELINE: single.rounds, METHOD: measured.rounds}
     engines = [measured, single]
@@ -269,6 +272,11 @@ class Job:
             bandwidth = max(bandwidth, facts_before["bandwidth_bytes_per_second"])
             bench.conductor.peak_memory = facts_before["peak_memory_bytes"]
             if setup.served is not None:  # what its handshake has found again is no other fault
+                if (version := facts_before["engine"]["version"]) != setup.served.version:
+                    raise UserError(
+                        f"this run was begun with {version}, and the engine is {setup.served.version} now: "
+                        "begin another run with run_dir=FOLDER"
+                    )
                 before, faults = facts_before["engine"]["faults"], setup.served.faults
                 faults[:] = [*before, *(fault for fault in faults if fault not in before)]
         run_facts = facts(bench) | {

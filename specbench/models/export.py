@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors import SafetensorError
 
 from specbench.models.gguf_writer import check_writable, write_gguf
-from specbench.system.errors import UserError
+from specbench.system.errors import UserError, file_errors
 from specbench.system.files import lock_folder, make_folder
 from specbench.system.paths import cache_folder
 
@@ -102,12 +103,18 @@ def _written(digest: str, name: str, write: Callable[[Path], None]) -> Path:
     """What `write` makes at a path of this name; made where it is not there, by one process at a time."""
     folder = make_folder(cache_folder() / "export" / digest[:12])
     path, partial = folder / name, folder / f"partial-{name}"
+    if path.exists():  # perhaps in a cache that others alone may write to
+        return path
     with lock_folder(folder, "written", wait=True):
         if not path.exists():
             if partial.is_dir():  # of a process that was killed
                 shutil.rmtree(partial)
-            write(partial)
-            partial.rename(path)
+            try:
+                with file_errors(writing=path):
+                    write(partial)
+                    partial.rename(path)
+            except SafetensorError as error:  # its own word for a full disk
+                raise UserError(f"cannot write {path}: {error}") from error
     return path
 
 

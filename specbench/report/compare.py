@@ -85,11 +85,11 @@ def warnings(runs: list[Run]) -> list[str]:
 def differing_turns(runs: list[Run]) -> list[str]:
     """One line for each run whose arms took turns in another way than those of the first."""
     first, *others = runs
-    ways = {run.name: remarks.turns(run.summary) for run in runs}
+    usual = remarks.turns(first.summary)
     return [
-        f"arms took turns by {ways[run.name]} in {run.name}, by {ways[first.name]} in {first.name}"
+        f"arms took turns by {way} in {run.name}, by {usual} in {first.name}"
         for run in others
-        if ways[run.name] != ways[first.name]
+        if (way := remarks.turns(run.summary)) != usual
     ]
 
 

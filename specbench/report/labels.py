@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 NAMED = 3
 DRAFT = "draft"  # the draft model of a pair, as a setting
+ROUND_COSTS = "round_costs"  # of a rule for draft lengths, where the configuration sets them
 UNKNOWN_VERSION = "unknown"  # of an engine that somebody else started
 VOCAB_MAP, VOCAB_SIZE = TRIMMING  # the one tells of the other
 # What else than method and settings runs can differ in, and how a label says it.
@@ -66,7 +67,7 @@ UNTOLD: dict[str, set] = {
     "prompting": {None},
 }
 # What neither "published" nor "tuned" tells of a run's settings.
-NO_SETTINGS = {*JUDGED_ELSEWHERE, "weights", DRAFT}
+NO_SETTINGS = {*JUDGED_ELSEWHERE, "weights", DRAFT, ROUND_COSTS}
 QUOTED = {"engine": "our loop", "hf_generate": "transformers generate"}  # what speedups are against
 
 
@@ -130,9 +131,9 @@ def varied_settings(summaries: Iterable[Mapping]) -> list[dict]:
 
 
 def chosen_settings(summary: Mapping) -> dict:
-    """The settings of a run, and its draft model, which the pair names."""
-    draft = summary.get("draft")
-    return summary["settings"] | ({} if draft is None else {DRAFT: draft})
+    """The settings of a run, its draft model, which the pair names, and the costs of rounds that it was given."""
+    more = {DRAFT: summary.get("draft"), ROUND_COSTS: summary.get("set_round_costs")}
+    return summary["settings"] | {key: value for key, value in more.items() if value is not None}
 
 
 def pair_names(summaries: Iterable[Mapping]) -> list[str]:
@@ -254,13 +255,21 @@ class Grid:
 
     @property
     def rows(self) -> list:
-        """Values of the first setting, in the order of the cells."""
-        return list(dict.fromkeys(row for row, _ in self.cells))
+        """Values of the first setting: numbers by size, others in the order of the cells."""
+        return _ordered(row for row, _ in self.cells)
 
     @property
     def columns(self) -> list:
-        """Values of the second setting, in the order of the cells."""
-        return list(dict.fromkeys(column for _, column in self.cells))
+        """Values of the second setting, likewise."""
+        return _ordered(column for _, column in self.cells)
+
+
+def _ordered(values: Iterable) -> list:
+    """Each value once; numbers by size, behind a setting that is off (None)."""
+    once = list(dict.fromkeys(values))
+    numbers = [value for value in once if isinstance(value, int | float)]
+    others = [value for value in once if value is None]
+    return once if len(numbers) + len(others) < len(once) else others + sorted(numbers)
 
 
 def grids(summaries: Iterable[Mapping]) -> list[Grid]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 import textwrap
 from dataclasses import dataclass
 from statistics import median
@@ -57,6 +58,10 @@ PARTS = {  # colour and hatch
     "other": ("#DDDDDD", "\\\\"),
     UNKNOWN_PARTS: ("#FFFFFF", "++"),
 }
+# What plots are called.
+NAMES = re.compile(
+    r"speedup_by_task|acceptance_\w+|time|throughput|mbsu_and_speedup|engines|break_even|regimes|heat_map_\d+"
+)
 ROUND_COSTS = (1, 1.25, 1.5, 2, 3)
 # What is counted in rounds is held against the speedup of the rounds alone.
 OF_ROUNDS, OF_ROUNDS_LABEL = "decode_speedup", "speedup without prefill (95 % interval)"
@@ -115,8 +120,11 @@ def figures(runs: Iterable[Run]) -> dict[str, Figure]:
 
 
 def save(drawn: dict[str, Figure], folder: Path) -> dict[str, bytes]:
-    """Writes each figure as PNG and SVG; returns the SVGs."""
+    """Writes each figure as PNG and SVG, and removes those of an earlier report; returns the SVGs."""
     folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.iterdir():
+        if NAMES.fullmatch(old.stem) and old.suffix in (".png", ".svg"):
+            old.unlink()
     images = {name: svg(figure) for name, figure in drawn.items()}
     for name, image in images.items():
         drawn[name].savefig(folder / f"{name}.png", dpi=150)

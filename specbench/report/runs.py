@@ -284,9 +284,11 @@ def summary_frame(runs: Iterable[Run]) -> pd.DataFrame:
 
 
 def row_names(runs: list[Run]) -> list[str]:
-    """The label of each run; the folder's name where two runs share one."""
+    """The label of each run; the folder's name where two runs share one, and its path where folders share that."""
     names = labels(run.summary for run in runs)
-    return [label if names.count(label) == 1 else run.name for label, run in zip(names, runs)]
+    for name_of in (lambda run: run.name, lambda run: str(run.folder)):
+        names = [name if names.count(name) == 1 else name_of(run) for name, run in zip(names, runs)]
+    return names
 
 
 def latest(runs: Iterable[Run]) -> list[tuple[str, Run]]:

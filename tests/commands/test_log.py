@@ -8,6 +8,7 @@ import io
 import json
 import os
 import pty
+import shutil
 import signal
 import socket
 import subprocess
@@ -267,6 +268,29 @@ def test_a_group_comes_back_as_it_was(service, runs, tmp_path):
             tracking.pull("h")
         with pytest.raises(UserError, match="Could not find project other"):
             tracking.pull("g", "other")
+
+
+def test_a_run_of_the_same_name_in_another_project_is_not_taken_for_it(runs, tmp_path, monkeypatch):
+    class Artifact:
+        def __init__(self, run_dir: Path):
+            self.run_dir = run_dir
+
+        def download(self, root: str, **_) -> None:
+            shutil.copytree(self.run_dir, root)
+
+    def pulled(run_dir: Path) -> Path:
+        found = [("branch", run_id(run_dir), Artifact(run_dir))]
+        monkeypatch.setattr(tracking, "_run_folders", lambda *_: found)
+        (folder,) = tracking.pull("g", into=tmp_path / "cache")
+        return folder
+
+    named = [tmp_path / str(i) / "branch" for i in range(2)]
+    for run_dir, copy in zip(runs, named):
+        shutil.copytree(run_dir, copy)
+    first, second = map(pulled, named)
+    assert first.name == "branch" and second.name == f"branch_{run_id(named[1])}"
+    assert [digests(folder) for folder in (first, second)] == [digests(folder) for folder in named]
+    assert pulled(named[0]) == first and pulled(named[1]) == second
 
 
 def test_comparing_needs_a_name():

@@ -59,6 +59,15 @@ def checked(*words: str) -> None:
             ["method=suffix", "engine=llama_cpp", "+engine.speculative.suffix={n: 1}", "method.factor=3"],
             "method.factor: of suffix it reads no setting;",
         ),
+        (  # what a run sets in place of the preset reads nothing
+            [
+                "method=pld",
+                "engine=vllm",
+                "engine.speculative.pld.num_speculative_tokens=5",
+                "method.max_draft_tokens=3",
+            ],
+            "method.max_draft_tokens: of pld it reads ",
+        ),
     ],
 )
 def test_settings_that_an_engine_does_not_read_are_refused(words, said):

@@ -336,6 +336,28 @@ def test_a_folder_holds_splits_as_both_scripts_write_them(tmp_path):
         load_questions(open_data(tmp_path, split="qualitative", sha256="0" * 64), ALL)
 
 
+def test_a_split_is_not_that_of_a_file(tmp_path):
+    for file in (
+        tmp_path / "any.jsonl",
+        tmp_path / "qualitative.jsonl",
+        tmp_path / "qualitative" / "test.jsonl",
+    ):
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(json.dumps({"turns": ["one"]}))
+        if "qualitative" in str(file):
+            assert load_questions(open_data(file, split="qualitative"), ALL)
+    for split in ("throughput_2k", "qualitative"):
+        with pytest.raises(UserError, match=f"any.jsonl is a file, .* split {split}: set data.split=null"):
+            load_questions(open_data(tmp_path / "any.jsonl", split=split), ALL)
+
+
+def test_a_task_that_there_is_not_is_refused(file):
+    """Such as a category of another task: all questions would be asked under its name."""
+    for name in ("coding", "maths"):
+        with pytest.raises(UserError, match=f"task.name={name}: data=spec_bench has the tasks mt_bench, "):
+            load_questions(data(file(line())), ALL | {"name": name})
+
+
 def test_a_parquet_file_that_is_none_is_one_line(tmp_path):
     (tmp_path / "questions.parquet").write_text("{}")
     with pytest.raises(UserError, match="not a Parquet file") as caught:

@@ -46,7 +46,11 @@ def test_every_member_is_passed_on():
 def test_attributes_are_the_inner_ones():
     outer = WrappedDrafter(Inner())
     for name, value in vars(Drafter).items():
-        if not name.startswith("_") and not callable(value) and not isinstance(value, staticmethod):
+        if (
+            not name.startswith("_")
+            and not callable(value)
+            and not isinstance(value, staticmethod | classmethod)
+        ):
             assert getattr(outer, name) == getattr(Inner(), name), name
     assert outer.overlaps_verification()
 

@@ -368,6 +368,9 @@ def tiny():
         ('{"messages": "hello", "tokens": [1]}', "messages must be a list of objects"),
         ('{"messages": [{"content": "hi"}], "tokens": [1]}', "messages must be a list of objects"),
         (b'{"prompt": "\xe9", "tokens": [1]}', "codec can't decode"),
+        (r'{"prompt": "\ud83d", "tokens": [1]}', "line 2: "),
+        ("[" * 100_000, "line 2: "),
+        ('{"prompt": [1], "tokens": [1], "logprobs": [-1%s]}' % ("0" * 400), "line 2: "),
     ],
 )
 def test_bad_lines_are_one_line(tiny, tmp_path, line, message):
@@ -402,6 +405,13 @@ def test_a_file_that_is_not_there_is_told_before_the_target_is_loaded(monkeypatc
     for words in (["none.jsonl"], [f"{__file__}", "plain=none.jsonl"]):
         code, _, errors = run_audit(monkeypatch, capfd, *words, "pair=tiny")
         assert code == 2 and "there is no file 'none.jsonl'" in errors
+
+
+@pytest.mark.parametrize("words", [["out="], ["out=none/report.json"], ["temperature=1e-300"]])
+def test_what_cannot_work_is_told_before_the_target_is_loaded(monkeypatch, capfd, words):
+    monkeypatch.setattr(pairs, "load_pair", None)
+    code, _, errors = run_audit(monkeypatch, capfd, __file__, "pair=tiny", *words)
+    assert code == 2 and errors.count("\n") == 1 and words[0].partition("=")[0] in errors
 
 
 @pytest.mark.slow

@@ -85,6 +85,40 @@ def test_the_version_is_that_of_what_was_installed(monkeypatch):
     assert python == Path(sys.executable) and version == f"pytest=={pytest.__version__}"
 
 
+@pytest.mark.parametrize(
+    ("install", "says"),
+    [
+        ({"requirements": "xllamacpp"}, "engine.install.requirements must be"),
+        ({"requirements": None}, "engine.install.requirements must be"),
+        ({"requirements": []}, "engine.install.requirements is empty"),
+        ({"requirements": ["a"], "without": "torch"}, "engine.install.without must be"),
+    ],
+)
+def test_a_text_is_no_list_of_letters_to_install(monkeypatch, install, says):
+    monkeypatch.setattr(environments, "_pip", None)
+    with pytest.raises(UserError, match=says):
+        make_environment("five", install)
+
+
+def test_what_lies_elsewhere_is_not_taken_for_installed(tmp_path, monkeypatch):
+    """Such as a module of a cluster that PYTHONPATH names."""
+    elsewhere = tmp_path / "elsewhere"
+    for file, content in (
+        ("there.py", ""),
+        ("there-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: there\nVersion: 1.0\n"),
+        ("there-1.0.dist-info/RECORD", "there.py,,\n"),
+        ("there-1.0.dist-info/INSTALLER", "pip\n"),
+    ):
+        (elsewhere / file).parent.mkdir(parents=True, exist_ok=True)
+        (elsewhere / file).write_text(content)
+    monkeypatch.setenv("PYTHONPATH", str(elsewhere))
+    install = {"requirements": [wheel(tmp_path, "there")]}
+    python = make_environment("six", install)
+    assert [*(environment(install) / "lib").glob("python*/site-packages/there*")]
+    monkeypatch.delenv("PYTHONPATH")
+    assert has(python, "there")
+
+
 def test_what_pip_cannot_install_is_one_line_and_no_environment(tmp_path):
     install = {"requirements": ["no-such-package==1"]}
     with pytest.raises(UserError, match="cannot install engine two: .*no-such-package") as raised:

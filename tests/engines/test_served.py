@@ -114,6 +114,40 @@ def test_where_a_server_gives_no_log_probabilities_it_answers_without(pair, erro
     assert engine.faults == [f"plain: it gives no log-probabilities: {error}"]
 
 
+def tell(monkeypatch, *answers: list[dict]) -> None:
+    """Lets dialects hear these events, one list for each request."""
+    left = iter(answers)
+    monkeypatch.setattr(dialects, "events", lambda *_: enumerate(next(left)))
+
+
+@pytest.mark.parametrize(
+    ("dialect", "events"),
+    [
+        ("openai", [{"choices": None}]),
+        ("openai", [{"choices": [{"token_ids": [5], "finish_reason": "stop"}], "usage": [1]}]),
+        ("openai", [{"choices": [{"token_ids": [5], "logprobs": {"top_logprobs": [{"the": -1.0}]}}]}]),
+        ("llama_cpp", [{"tokens": 5}]),
+        ("llama_cpp", [{"tokens": [5], "tokens_predicted": None, "stop": True}]),
+        ("llama_cpp", [{"tokens": [5], "completion_probabilities": [{"top_logprobs": [{"logprob": -1.0}]}]}]),
+    ],
+)
+def test_an_event_of_another_form_is_a_fault_of_the_server(pair, monkeypatch, dialect, events):
+    tell(monkeypatch, events)
+    with pytest.raises(EngineError, match="another form|of texts, not of token ids"):
+        engine_of(pair, ["http://none"] * 2, dialect)._reply(PLAIN, request())
+
+
+def test_an_answer_whose_tokens_all_end_inside_a_character_is_asked_for_once_more(pair, monkeypatch):
+    ended = {"tokens": [], "stop": True, "tokens_predicted": 3}
+    tell(monkeypatch, [ended], [{"tokens": [5, 6, 7], "stop": True}])
+    engine = engine_of(pair, ["http://none"] * 2, "llama_cpp")
+    reply = engine._reply(PLAIN, request(3))
+    assert engine._generation(PLAIN, reply, -1.0, request(3)).tokens == [5, 6, 7] and reply.passes[0].at == 0
+    tell(monkeypatch, [ended], [{"tokens": [], "stop": True}])
+    with pytest.raises(EngineError, match="holds no token ids"):
+        engine._reply(PLAIN, request(3)).completed()
+
+
 @pytest.mark.parametrize("dialect", sorted(DIALECTS))
 class TestDialects:
     def test_a_reply_holds_the_passes_that_it_came_from(self, dialect):

@@ -103,9 +103,9 @@ def test_a_head_that_is_named_comes_before_the_draft_model(commands, monkeypatch
 
 
 def test_options_of_the_users_reach_both(commands):
-    _, of = commands("pld", plain={"enforce-eager": True, "seed": 3, "no-such": False}, batch_size=4)
+    _, of = commands("pld", plain={"enforce-eager": True, "seed": 3, "such": False}, batch_size=4)
     for arm in (PLAIN, SPECULATIVE):
-        assert of[arm]["enforce-eager"] is True and of[arm]["seed"] == "3" and "no-such" not in of[arm]
+        assert of[arm]["enforce-eager"] is True and of[arm]["seed"] == "3" and of[arm]["no-such"] is True
         assert of[arm]["max-num-seqs"] == "4"
 
 
@@ -113,7 +113,19 @@ def test_options_are_spelt_as_its_command_line_reads_them():
     assert vllm._words("compilation-config", {"level": 0}) == ["--compilation-config", '{"level": 0}']
     assert vllm._words("cudagraph-capture-sizes", [1, 2]) == ["--cudagraph-capture-sizes", "1", "2"]
     assert vllm._words("enforce-eager", True) == ["--enforce-eager"]
-    assert vllm._words("enforce-eager", False) == vllm._words("seed", None) == []
+    assert vllm._words("enable-chunked-prefill", False) == ["--no-enable-chunked-prefill"]
+    assert vllm._words("no-enable-prefix-caching", False) == vllm._words("seed", None) == []
+
+
+def test_a_prefix_cache_is_refused_however_it_is_spelt():
+    def checked(drafter: str, plain: dict, **drafts) -> None:
+        settings = {"name": "vllm", "plain": plain, "speculative": {drafter: drafts}}
+        vllm.Vllm.check(settings, {"name": drafter, "_target_": "methods.suffix.SuffixDecoding"}, 1)
+
+    for plain in ({"enable_prefix_caching": True}, {"no-enable-prefix-caching": False}):
+        with pytest.raises(UserError, match="a prefix cache makes second answers faster"):
+            checked("pld", plain)
+    checked("pld", {"enforce_eager": True}, num_speculative_tokens=3)
 
 
 class TestExported:

@@ -69,6 +69,13 @@ def test_a_shipped_drafter_is_healthy(method, monkeypatch, capsys):
     )
 
 
+@pytest.mark.parametrize("word", ["verification=typical", "draft_length=adaptive", "verify_width=2"])
+def test_another_way_of_decoding_is_refused(word, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["doctor", "method=sps", "pair=tiny", f"decoding.{word}"])
+    assert exit_code(command.main) == 2
+    assert f"decoding.{word.partition('=')[0]}: leave that out" in capsys.readouterr().err
+
+
 class Spoiled(WrappedDrafter):
     """A drafter with what a function makes of the states that it reads and of the tokens that it drafts."""
 

@@ -378,6 +378,10 @@ def test_a_batch_run_by_hand():
     assert task["acceptance_length"] == 2 and numbers["spec_bench_speedup"] is None
     assert numbers["align_seconds"] == pytest.approx(16 * 0.1)
     assert numbers["alignment_share"] == pytest.approx(1.6 / 8.5)
+    engine = metrics.summary(
+        records, FACTS | {"unit": "pool"}, config | {"engine": {"name": "vllm", "speculative": {}}}
+    )["overall"]
+    assert engine["align_seconds"] is engine["alignment_share"] is engine["occupancy"] is None
     assert found["baseline"]["single_tokens_per_second"] == pytest.approx(4 * 9 / 38)
     assert (found["drafter"], found["batch_size"], found["peak_memory_bytes"]) == ("none", 4, 7)
     assert found["settings"] == {"window": 5}

@@ -15,7 +15,7 @@ import torch
 
 from specbench.config.compose import CONF
 from specbench.data.question_files import Question
-from specbench.decoding import acceptance
+from specbench.decoding import engine
 from specbench.decoding.acceptance import outcome
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
@@ -45,7 +45,7 @@ def keep_stale_entries(monkeypatch, bench):
 
 
 def accept_one_too_many(monkeypatch, bench):
-    real = acceptance.accept
+    real = engine.accept
 
     def generous(logits, draft, *more):
         verdict = real(logits, draft, *more)
@@ -53,7 +53,7 @@ def accept_one_too_many(monkeypatch, bench):
         following = verdict.tokens.gather(1, verdict.count.unsqueeze(1)).squeeze(1)
         return outcome(draft.tokens, count, following, verdict.path)
 
-    monkeypatch.setattr(acceptance, "accept", generous)
+    monkeypatch.setattr(engine, "accept", generous)
 
 
 def drop_a_token(monkeypatch, bench):

@@ -144,7 +144,9 @@ def test_a_toy_in_every_scheduler(drafter, arch, name):
     steps = assert_lossless(engine, requests, expected)
     assert {0, 1} <= set(toy.log) and any(s.accepted for s in steps)
     drafted = [s for s in steps if s.drafted]
-    assert all(s.drafted == 6 and s.depth <= 2 and len(s.stats["toy"]) == 1 for s in drafted)
+    # Where another sequence has more room, the first level alone is a draft of this one.
+    assert all(s.drafted in (6, 3) and s.depth <= 2 and len(s.stats["toy"]) == 1 for s in drafted)
+    assert all(s.drafted == 6 or s.depth == 1 for s in drafted)
     assert {s.stats["rows"] for s in drafted} == {s.sequences for s in drafted}
 
 

@@ -116,6 +116,19 @@ def test_what_is_drafted(folder):
     assert steps[0].draft_bytes == blocks + (outputs or target.pass_bytes(0, 0))
 
 
+def test_nodes_that_another_sequence_has_room_for_are_not_counted(folder):
+    """In a batch a tree is as deep as the sequence with most room can use: it is a draft of that one alone."""
+    pair = random_pair("llama")
+    target, caps = StagedModel(pair.target), (5, 12, 23, 9)
+    requests = [Request(PROMPT[i:], SamplingParams(cap)) for i, cap in enumerate(caps)]
+    alone = [Engine(target, Medusa(pair, folder), frozenset()).answer(r.prompt, r.decoding) for r in requests]
+    together = Engine(target, Medusa(pair, folder), frozenset(), RaggedBatch(4)).generate(requests)
+    assert any(step.drafted < len(TREE) for answer in alone for step in answer.steps)
+    for one, other in zip(alone, together):
+        counts = [[(s.drafted, s.accepted, s.depth) for s in answer.steps] for answer in (one, other)]
+        assert counts[0] == counts[1]
+
+
 def test_heads_that_guess_nothing_are_neither_computed_nor_counted(folder):
     pair = random_pair("llama")
     drafter = Medusa(pair, folder, nodes=3)  # two of three levels

@@ -82,6 +82,17 @@ def test_streams_change_nothing_about_a_draft(streaming, variant):
     assert tokens_of(drafts(drafter, pair, 0.0)) == plain_drafts(pair.name)
 
 
+def test_a_pass_with_streams_reads_the_head_twice(streaming, monkeypatch):
+    pair, folder = streaming
+    alone = StreamingSampling(pair, 4, weights=folder)
+    products, logits = [], DraftHead.logits
+    monkeypatch.setattr(DraftHead, "logits", lambda head, states: products.append(1) or logits(head, states))
+    answer = Engine(StagedModel(pair.target), alone, frozenset()).answer(PROMPT, SamplingParams(20))
+    body = alone.model.pass_bytes(head=False)
+    passes = sum(step.draft_bytes for step in answer.steps) / (body + 2 * alone.head.bytes)
+    assert passes == len(products) / 2 > 0
+
+
 def test_streams_save_passes():
     """A draft model that says one token for ever, and streams that know it."""
     pair = copy.deepcopy(random_pair("llama"))

@@ -42,6 +42,13 @@ def test_every_part_is_made_by_a_trainer_with_settings_that_it_has(tmp_path):
             compose(name, words)
 
 
+@pytest.mark.parametrize("word", ["length=1", "prompt_weight=1.5"])
+def test_what_a_trainer_would_refuse_is_refused_before_hours_of_text(tmp_path, monkeypatch, word):
+    monkeypatch.setattr(parts, "load_pair", None)
+    with pytest.raises(UserError, match=word.partition("=")[0]):
+        parts.make(composed("parts", f"out={tmp_path}", word))
+
+
 def test_those_that_are_compared_learn_alike(tmp_path):
     cfg = composed("parts", f"out={tmp_path}")
     trained = [step for group in parts.steps(cfg, [], LAYERS) for step in group if step.result.name == RECORD]

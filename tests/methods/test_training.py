@@ -10,6 +10,8 @@ import subprocess
 import sys
 from functools import partial
 from itertools import repeat
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from methods.common import training as common
-from methods.common.training import batches
+from methods.common.training import batches, scale_of
 from methods.dflash.train import fresh_model as fresh_blocks
 from methods.eagle import train as eagle_train
 from methods.eagle3 import train as eagle3_train
@@ -351,6 +353,69 @@ def test_a_layer_that_the_target_lacks_is_one_line(workplace, tmp_path, name, tr
     cfg = training_settings(name, workplace, tmp_path / "out", "like_layer=4")
     with pytest.raises(UserError, match="like_layer must be a layer of the target, 0 to 3, not 4"):
         trainer.train(cfg)
+
+
+@pytest.mark.parametrize("layers", ["[0,0]", "[3,1,3]"])
+def test_a_layer_that_is_named_twice_is_one_line(workplace, tmp_path, layers):
+    cfg = training_settings("train_sps", workplace, tmp_path / "out", f"layers={layers}")
+    with pytest.raises(UserError, match="0 to 3, each once, or a count of its first"):
+        sps_train.train(cfg)
+    cfg = training_settings("train_s2d", workplace, tmp_path / "out", "layers=2", "exits=[2,2]")
+    with pytest.raises(UserError, match="exits must rise"):
+        s2d_train.train(cfg)
+
+
+@pytest.mark.parametrize("arch", ["llama", "gemma", "gemma3", "opt"])
+def test_a_copy_of_a_norm_scales_as_the_norm_does(arch):
+    """Of Gemma's families the weight is 1 less than what it multiplies by."""
+    target = StagedModel(random_model(arch, 0))
+    norm: Any = target.norm
+    with torch.no_grad():
+        norm.weight.normal_()
+        states = torch.randn(3, norm.weight.shape[0])
+        states -= states.mean(-1, keepdim=True)  # for those that take it away
+        normed = states / states.pow(2).mean(-1, keepdim=True).sqrt()
+        bias = getattr(norm, "bias", None)
+        expected = norm(states) - (0.0 if bias is None else bias)
+    torch.testing.assert_close(scale_of(norm) * normed, expected, atol=1e-3, rtol=1e-3)
+    assert scale_of(norm) is norm.weight or arch.startswith("gemma")
+
+
+def test_norms_begin_with_the_scales_of_their_target():
+    target = StagedModel(random_model("gemma", 0))
+    target.norm.weight.data.normal_()
+    for model in (
+        fresh_eagle3(target, torch.arange(20)),
+        fresh_blocks(settings_of("independent"), target, MASK),
+    ):
+        torch.testing.assert_close(model.norm.weight / common.UNSURE, 1 + target.norm.weight)
+    adapter, _ = kangaroo_train.fresh_adapter(target, 1)
+    torch.testing.assert_close(adapter.norm.weight, 1 + target.norm.weight)
+
+
+@pytest.mark.parametrize("arch", ["gpt_neox", "stablelm"])
+def test_an_adapter_of_a_target_that_is_built_otherwise_begins_as_an_early_exit(arch):
+    adapter, is_like = kangaroo_train.fresh_adapter(StagedModel(random_model(arch, 0)), 1)
+    assert not is_like and not adapter.layers[0].self_attn.o_proj.weight.any()
+
+
+@pytest.mark.parametrize("name", ["train_mirror_sd", "train_pard"])
+def test_rows_longer_than_a_draft_models_window_are_refused(name):
+    """Its own mask lets a token see the whole row."""
+    draft = random_model("mistral", 0, sliding_window=16)
+    common.check_window(SimpleNamespace(length=16), draft)
+    with pytest.raises(UserError, match="length=17, and layers .* see 16 tokens: set length=16"):
+        common.check_window(SimpleNamespace(length=17), draft)
+    common.check_window(SimpleNamespace(length=500), random_model("llama", 0))
+
+
+def test_prompts_without_room_end_in_a_line(monkeypatch):
+    monkeypatch.setattr(common, "TOO_MANY", 3)
+    prompts = [[0] * 9, [0] * 2, [0] * 5, [0] * 4, *[[0] * 9] * 4]
+    found = common._with_room(iter(prompts), 5)
+    assert [next(found)[::2] for _ in range(2)] == [(1, 3), (3, 1)]
+    with pytest.raises(UserError, match="no prompt .* leaves room for an answer in 5 tokens"):
+        next(found)
 
 
 def test_a_layer_that_an_adapter_cannot_begin_like_is_one_line(workplace, tmp_path):

@@ -191,6 +191,23 @@ def test_the_command_writes_a_part_as_vllm_reads_it(tmp_path, monkeypatch, capsy
     assert "PromptLookup has nothing to export" in capsys.readouterr().err
 
 
+def test_what_is_there_already_is_copied_nowhere_and_what_cannot_be_written_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("x")
+    assert command._copied(tmp_path / "file", tmp_path / "file") == tmp_path / "file"
+    (tmp_path / "folder" / "file").mkdir(parents=True)
+    with pytest.raises(UserError, match="cannot write .*folder/file: Is a directory"):
+        command._copied(tmp_path / "file", tmp_path / "folder" / "file")
+
+
+def test_a_full_disk_is_one_line(tiny, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module, "write_gguf", full)
+    with pytest.raises(UserError, match="cannot write .*nowhere.*: No space left on device"):
+        as_gguf(tiny.target, tiny.tokenizer, "nowhere")
+
+
 def test_an_unknown_form_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["export", "onnx", "pair=tiny"])
     assert exit_code(command.main) == 2

@@ -6,6 +6,7 @@ import pytest
 
 from specbench.measure.records.migrate import migrated
 from specbench.report import compare, formats
+from specbench.report.runs import row_names
 from tests.report.test_formats import texts
 from tests.support.messages import says
 from tests.support.samples import PROVENANCE, SUMMARY, batched, changed, run_of
@@ -308,6 +309,17 @@ def test_runs_whose_arms_took_turns_in_different_ways_are_named(run):
     assert compare.differing_turns([whole, old]) == compare.differing_turns([sliced, sliced]) == []
     [line] = compare.differing_turns([sliced, whole])
     assert says(line, "whole answers ... b ... 50 ms ... a")
+
+
+def test_runs_whose_folders_have_one_name_are_told_apart(run):
+    """Such as A/main and B/main."""
+    journal = records(seconds(1.5, seed=1))
+    runs = [
+        run(f"{where}/main", journal, SUMMARY | {"slice_seconds": s})
+        for where, s in (("A", 0.05), ("B", None))
+    ]
+    assert len({*row_names(runs)}) == 2 and all(name.endswith("/main") for name in row_names(runs))
+    assert len(compare.differing_turns(runs)) == 1
 
 
 def test_a_run_that_stayed_disturbed_is_named(run, capsys):

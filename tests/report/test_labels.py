@@ -150,6 +150,27 @@ def test_a_grid_holds_the_last_run_of_each_cell():
     assert names.grids([run(1, 1, 1.0), run(1, 2, 1.0)]) == []
 
 
+def test_numbers_on_an_axis_stand_by_size():
+    """However a sweep was continued; None, which switches a setting off, is in front."""
+    lengths = (3, 7, None, 5)
+    summaries = [faster(1.0, settings={"k": k, "form": form}) for k in lengths for form in ("b", "a")]
+    (grid,) = names.grids(summaries)
+    assert {*map(tuple, (grid.rows, grid.columns))} == {(None, 3, 5, 7), ("b", "a")}
+
+
+def test_costs_of_rounds_that_were_set_tell_runs_apart():
+    rule = {"draft_length": "goodput"}
+    one, other, measured = (
+        SUMMARY | rule | more
+        for more in ({"set_round_costs": [1.0, 1.05]}, {"set_round_costs": [1.0, 3.0]}, {})
+    )
+    assert labels([one, other, measured]) == [
+        "kangaroo, goodput draft length, round_costs=[1.0, 1.05]",
+        "kangaroo, goodput draft length, round_costs=[1.0, 3.0]",
+        "kangaroo, goodput draft length",
+    ]
+
+
 def test_settings_that_are_lists_make_a_grid():
     summaries = [faster(1.0, settings={"thresholds": t, "n": n}) for t in ([0.5], [0.6, 0.7]) for n in (1, 2)]
     assert names.grids(summaries)[0].rows == ["[0.5]", "[0.6, 0.7]"]

@@ -382,10 +382,17 @@ def test_what_is_saved_is_what_is_returned(tmp_path):
     dollars = faster(1.3, settings={"folder": r"${\frac$"})  # no formula
     drawn = plots.figures(runs_of(a=SUMMARY, b=dollars))
     kept = {name: drawn[name] for name in ("acceptance_and_speedup", "time")}
+    assert all(map(plots.NAMES.fullmatch, drawn))
+    for name in (
+        "heat_map_2.svg",
+        "speedup_by_task.png",
+        "mine.png",
+    ):  # two of another report, and one of nobody
+        (tmp_path / name).write_text("")
     images = plots.save(kept, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {
         f"{n}.{form}" for n in kept for form in ("png", "svg")
-    }
+    } | {"mine.png"}
     for name, image in images.items():
         assert (tmp_path / f"{name}.svg").read_bytes() == image and image.startswith(b"<?xml")
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")

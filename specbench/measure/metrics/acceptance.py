@@ -32,7 +32,7 @@ def acceptance_length_by_answer(rounds: pd.DataFrame) -> float | None:
 
 
 def accepted_per_verified(rounds: pd.DataFrame) -> float | None:
-    """Tokens said per token that the target's passes computed: (accepted + passes) / (drafted + passes)."""
+    """Tokens said per token that the target verified, without padding: (accepted + passes) / (drafted + passes)."""
     return ratio(rounds["accepted"].sum() + len(rounds), rounds["drafted"].sum(skipna=False) + len(rounds))
 
 

@@ -110,8 +110,15 @@ class MetricInput:
         return speedups(self.generations, self.reference, self.spec.unit, with_prefill=False)[0]
 
 
+def align_seconds(measured: MetricInput) -> float | None:
+    """Seconds that a batch method spent on alignment in memory; None of another engine, of which that is not known."""
+    return None if measured.spec.engine is not None else total(measured.rounds["align_seconds"])
+
+
 def alignment_share(measured: MetricInput) -> float | None:
-    """Of all seconds of a batch method, those spent on alignment in memory."""
+    """Of all seconds of a batch method, those spent on alignment in memory; None as in `align_seconds`."""
+    if measured.spec.engine is not None:
+        return None
     return ratio(measured.rounds["align_seconds"].sum(), measured.method["seconds"].sum())
 
 
@@ -290,7 +297,7 @@ METRICS = {
     "occupancy": Metric(
         lambda m: None if m.spec.engine is not None else occupancy(m.rounds, m.spec.batch_size), POOL
     ),
-    "align_seconds": Metric(lambda m: total(m.rounds["align_seconds"]), POOL),
+    "align_seconds": Metric(align_seconds, POOL),
     "alignment_share": Metric(alignment_share, POOL),
     "stats": Metric(lambda m: stats_of(m.spec.owners, m.rounds)),
     "distinct_4grams": Metric(lambda m: distinct_4grams(m.records)),

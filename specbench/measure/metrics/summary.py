@@ -102,6 +102,7 @@ def summary(records: list[dict], facts: dict, config: dict) -> dict:
         "questions_sha256": facts.get("questions"),
         "verification": config["decoding"].get("verification", TOKEN),  # older folders have none
         "draft_length": config["decoding"].get("draft_length", CONSTANT),
+        "set_round_costs": config["decoding"].get("round_costs"),  # None: measured, or not needed
         "repeats": len({record["repeat"] for record in every}) or config["repeats"],
         "processes": len({record["process"] for record in every}) or None,
         **{key: facts[key] for key in OF_FACTS},
