@@ -200,7 +200,7 @@ def test_what_is_there_already_is_copied_nowhere_and_what_cannot_be_written_is_o
 
 
 def test_a_full_disk_is_one_line(tiny, monkeypatch):
-    def full(*_):
+    def full(*_, **__):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(module, "write_gguf", full)
