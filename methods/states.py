@@ -17,7 +17,7 @@ import sys
 from itertools import islice
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -45,7 +45,7 @@ from specbench.system.files import check_settings, lock_folder, make_folder, rea
 from specbench.system.settings import Count, Natural, NotNegative, Seed, check_all
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator
+    from collections.abc import Callable, Collection, Iterable, Iterator
 
     from omegaconf import DictConfig
     from transformers import PreTrainedModel
@@ -57,6 +57,7 @@ HIDDEN = "hidden_"  # what a batch calls states begins so
 SAMPLED = 64  # values of each weight, which tell targets apart
 HELD_OUT, HELD_OUT_ROWS = "held_out", 64
 TOO_MANY = 10_000  # conversations in a row without anything to learn from
+Item = TypeVar("Item")
 # What rows depend on: a trainer must ask for the same.
 SAME = ("length", "prompt_weight", "seed")
 SETTINGS = {
@@ -106,23 +107,21 @@ def rows_of(
     full_rows = (row for messages in conversations(cfg, held_out, epochs) for row in tokenize(messages))
     cut = ((ids[: cfg.length], weights[: cfg.length]) for ids, weights in full_rows)
     pad_id = pair.tokenizer.pad_token_id
-    return packed_rows(
-        _answered(cut, cfg.length, held_out),
-        cfg.length,
-        min(pair.stop_ids, default=0) if pad_id is None else pad_id,
-    )
+    which = "those that are held out of the conversations" if held_out else "the conversations"
+    lacking = f"{which} hold nothing that the assistant says within {cfg.length} tokens"
+    answered = wanted(cut, lambda row: 1.0 in row[1], lacking)
+    return packed_rows(answered, cfg.length, min(pair.stop_ids, default=0) if pad_id is None else pad_id)
 
 
-def _answered(rows: Iterator[Tokens], length: int, held_out: bool) -> Iterator[Tokens]:
-    """The rows in which the assistant says something. Raises UserError where none comes for long."""
+def wanted(items: Iterable[Item], is_wanted: Callable[[Item], bool], lacking: str) -> Iterator[Item]:
+    """The items that are wanted. Raises UserError with the text `lacking` where none comes for long."""
     skipped = 0
-    for row in rows:
-        skipped = 0 if 1.0 in row[1] else skipped + 1
+    for item in items:
+        skipped = 0 if is_wanted(item) else skipped + 1
         if not skipped:
-            yield row
+            yield item
         elif skipped > TOO_MANY:
-            which = "those that are held out of the conversations" if held_out else "the conversations"
-            raise UserError(f"{which} hold nothing that the assistant says within {length} tokens")
+            raise UserError(lacking)
 
 
 def text_facts(cfg: DictConfig) -> dict[str, Any]:

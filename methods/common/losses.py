@@ -204,7 +204,7 @@ class Loss:
         """
         total = torch.zeros((), device=goals.weights.device)
         for chunk in goals.split():
-            likeliest = chunk.before(batch[LIKELIEST]).long() if LIKELIEST in batch else None
+            likeliest = None if self.vocab_sample is None else chunk.before(batch[LIKELIEST]).long()
             scored, expected = self.scored(truth(chunk), len(guesses[0].head.weight), likeliest)
             for guess in guesses:
                 logits = scored.raised(guess.head(chunk.before(guess.states, guess.ahead), scored.ids))

@@ -14,7 +14,6 @@ from omegaconf import DictConfig, OmegaConf
 from methods.states import (
     FINALS,
     HIDDEN,
-    TOO_MANY,
     arrays_for,
     batches_of_states,
     check_context,
@@ -23,6 +22,7 @@ from methods.states import (
     key_of,
     rows_of,
     states_of,
+    wanted,
 )
 from specbench.data import training
 from specbench.data.conversations import (
@@ -173,14 +173,9 @@ def answered(cfg: DictConfig, pair: Pair, model: StagedModel, held_out: bool = F
 
 def _with_room(prompts: Iterable[list[int]], context: int) -> Iterator[tuple[int, list[int], int]]:
     """Number, ids and room for an answer of each prompt that has any. Raises UserError where none comes for long."""
-    skipped = 0
-    for number, prompt in enumerate(prompts):
-        room = context - len(prompt)
-        skipped = skipped + 1 if room <= 0 else 0
-        if skipped > TOO_MANY:
-            raise UserError(f"no prompt of the conversations leaves room for an answer in {context} tokens")
-        if room > 0:
-            yield number, prompt, room
+    lacking = f"no prompt of the conversations leaves room for an answer in {context} tokens"
+    for number, prompt in wanted(enumerate(prompts), lambda one: len(one[1]) < context, lacking):
+        yield number, prompt, context - len(prompt)
 
 
 def check_window(cfg: DictConfig, draft: PreTrainedModel) -> None:
@@ -280,10 +275,9 @@ def begin_like(module: torch.nn.Module, other: torch.nn.Module) -> bool:
         return False
     module.load_state_dict(other.state_dict())
     for name, part in module.named_modules():
-        if [*dict(part.named_parameters(recurse=False))] == ["weight"] and cast(
-            "Any", part
-        ).weight.dim() == 1:
-            cast("Any", part).weight.copy_(scale_of(other.get_submodule(name)))
+        weights = dict(part.named_parameters(recurse=False))
+        if weights.keys() == {"weight"} and weights["weight"].dim() == 1:  # a norm
+            weights["weight"].copy_(scale_of(other.get_submodule(name)))
     return True
 
 

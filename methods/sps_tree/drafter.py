@@ -69,14 +69,11 @@ class DraftModelTree(SpeculativeSampling):
             self.siblings = max(Counter(path[:-1] for path in self.trees.paths).values())
 
     @staticmethod
-    def draws(settings: Mapping[str, Any]) -> bool:
-        """Whether children are drawn."""
-        return settings.get("sampling") != "likeliest"
-
-    @staticmethod
     def draws_trees(settings: Mapping[str, Any]) -> bool:
         """Whether children are drawn."""
         return settings.get("sampling") != "likeliest"
+
+    draws = draws_trees  # whatever it draws is a tree
 
     def draft(self, batch: Batch) -> Draft:
         """Drafts the tree level by level, as deep as the sequence with most room can use it."""

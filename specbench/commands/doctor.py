@@ -7,10 +7,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from specbench.config.checks import check
+from specbench.config.combinations import unusual
 from specbench.config.compose import program
 from specbench.config.spec import QUESTION, make_drafter
 from specbench.system.errors import UserError
-from specbench.system.settings import CONSTANT, TOKEN
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -27,9 +27,8 @@ def examine(cfg: DictConfig) -> int:
     spec = check(cfg)
     if spec.engine is not None or spec.unit != QUESTION or cfg.decoding.temperature > 0:
         raise UserError("the doctor looks at one greedy sequence of this project's own decoding at a time")
-    usual = {"verification": TOKEN, "draft_length": CONSTANT, "verify_width": None}
-    if changed := [key for key, value in usual.items() if cfg.decoding[key] != value]:
-        raise UserError(f"the doctor looks at a drafter without decoding.{changed[0]}: leave that out")
+    if changed := unusual(cfg.decoding):
+        raise UserError(f"the doctor looks at a drafter without {changed[0]}: leave that out")
     from specbench.data.questions import warmup_questions  # late: torch takes seconds
     from specbench.decoding.sampling import SamplingParams
     from specbench.measure import doctor

@@ -137,6 +137,12 @@ def check_draft_length(cfg: DictConfig, needs: Needs, drafter: str, drafts: bool
         )
 
 
+def unusual(decoding: DictConfig) -> list[str]:
+    """The settings of how this project's loop drafts and verifies that are not the usual ones."""
+    usual = {"verify_width": None, "draft_length": values.CONSTANT, "verification": values.TOKEN}
+    return [f"decoding.{key}" for key, value in usual.items() if decoding[key] != value]
+
+
 def check_engine(cfg: DictConfig, spec: RunSpec) -> None:
     """Raises UserError where another engine cannot decode what is asked for, or a setting of it has another type."""
     if spec.engine is None:
@@ -156,14 +162,8 @@ def check_engine(cfg: DictConfig, spec: RunSpec) -> None:
                 f"+engine.speculative.{method}={{...}}"
             )
         values.check(f"engine.speculative.{method}", drafts[method], dict)
-    decoding = cfg.decoding
-    ours = {
-        "vocab=trim": cfg.vocab.name != "full",
-        "decoding.verify_width": decoding.verify_width is not None,
-        "decoding.draft_length": decoding.draft_length != values.CONSTANT,
-        "decoding.verification": decoding.verification != values.TOKEN,
-    }
-    if chosen := [key for key, is_set in ours.items() if is_set]:
+    ours = ["vocab=trim"] if cfg.vocab.name != "full" else []
+    if chosen := [*ours, *unusual(cfg.decoding)]:
         raise UserError(f"engine {name} does not support {', '.join(chosen)}: leave that out")
 
 

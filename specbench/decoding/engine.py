@@ -243,19 +243,22 @@ class Engine:
             self._tokens[0, batch.lengths[0] : batch.lengths[0] + 1 + k] = accepted.tokens[0]
         else:
             self._tokens[:b].scatter_(1, span(batch.seq_lens, 1 + k), accepted.tokens)
-        facts = self._on_host(batch, draft, logits, accepted)
+        # What another sequence of the batch has more room for is not the draft of this one.
+        uneven = draft.tree is not None and min(batch.limits) < batch.max_draft
+        facts = self._on_host(draft, logits, accepted, batch.limits if uneven else None)
         counts = [fact[0] for fact in facts]
         self._layout.commit(batch, accepted.count, counts, accepted.path)
         lo = 0 if draft.resume is None else draft.resume.layer
         read = counted(draft.bytes_read), counted(self.target.pass_bytes(lo, tokens=b * (1 + k)))
-        uneven = min(batch.limits) < batch.max_draft
         tokens, report = [], []
         for one, limit, (count, *rest) in zip(batch.sequences, batch.limits, facts):
             new_tokens, rest = truncate_at_stop(check_sampled(rest[: count + 1]), one.stop_ids), rest[1 + k :]
             depth = limit if draft.tree is None else min(rest.pop(0), limit)
             drafted = k if draft.candidates is None else rest.pop(0)
-            # What another sequence of the batch has more room for is not its draft.
-            drafted = min(drafted, limit if draft.tree is None else rest.pop(0) if uneven else k)
+            if draft.tree is None:
+                drafted = min(drafted, limit)
+            elif uneven:
+                drafted = min(drafted, rest.pop(0))
             depth, emitted = min(depth, drafted), len(new_tokens)
             step = Step(drafted, min(count, emitted), emitted, depth, 0.0, 0.0, 0.0, *read, b)
             one.tokens += new_tokens
@@ -302,12 +305,12 @@ class Engine:
         return Accepted(*runner.run(self._layout.cache, key, on_tensors, *inputs, *shape))
 
     def _on_host(
-        self, batch: Batch, draft: Draft, logits: torch.Tensor, accepted: Accepted
+        self, draft: Draft, logits: torch.Tensor, accepted: Accepted, limits: list[int] | None
     ) -> list[list[int]]:
         """What the host learns of each sequence: count, new tokens, a tree's depth, candidates, the drafter's report.
 
-        Of a tree in a batch with several limits it also learns how many nodes a sequence has room for. It is the one
-        time in a round that the host waits.
+        With limits, in front of the report, also how many nodes of a tree are within each. It is the one time in a
+        round that the host waits.
         """
         new = accepted.tokens
         parts = [accepted.count.unsqueeze(1), new]
@@ -317,9 +320,9 @@ class Engine:
             parts.append(depths.amax(-1, keepdim=True).expand(new.shape[0], 1))
         if draft.candidates is not None:
             parts.append(draft.candidates.unsqueeze(1))
-        if draft.tree is not None and min(batch.limits) < batch.max_draft:
-            limits = on_device(batch.limits, new.device).unsqueeze(1)
-            parts.append(((depths > 0) & (depths <= limits)).sum(-1, keepdim=True))
+        if limits is not None:
+            within = depths <= on_device(limits, new.device).unsqueeze(1)
+            parts.append(((depths > 0) & within).sum(-1, keepdim=True))
         if draft.report is not None:
             parts.append(draft.report(logits))
         if len(parts) == 2 and new.shape[1] == 1:  # nothing was drafted

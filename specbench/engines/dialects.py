@@ -129,7 +129,6 @@ def llama_cpp(url: str, request: Request, stops: frozenset[int], timeout: float,
         "n_probs": TOP if tops else 0,
     }
     seen: list[SentToken] = []
-    last = SentToken(math.nan, 0, 0, 0, {})
     reply, drafted, accepted, predicted = Reply(), 0, 0, 0
     for at, event in events(url, "/completion", body, timeout):
         ids, timings = event.get("tokens") or [], event.get("timings") or {}
@@ -141,7 +140,6 @@ def llama_cpp(url: str, request: Request, stops: frozenset[int], timeout: float,
         reply.cached_tokens = timings.get("cache_n", reply.cached_tokens)
         predicted = event.get("tokens_predicted", predicted)
         drafted, accepted = timings.get("draft_n", drafted), timings.get("draft_n_accepted", accepted)
-        last = SentToken(at, 0, drafted, accepted, {})
         likeliest = [one.get("top_logprobs") or () for one in event.get("completion_probabilities") or ()]
         for place, token in enumerate(ids):
             top = {one["id"]: one["logprob"] for one in (likeliest[place] if place < len(likeliest) else ())}
@@ -164,6 +162,7 @@ def llama_cpp(url: str, request: Request, stops: frozenset[int], timeout: float,
 
     def complete() -> None:
         """Raises UserError where the answer without a stream is another one."""
+        last = SentToken(reply.ended, 0, drafted, accepted, {})
         take(_completed(seen, _unstreamed(url, body, stops, timeout), last))
         reply.complete = None
         if not reply.tokens:

@@ -237,12 +237,8 @@ class ServedEngine:
         url, stops = self.servers[name].url, self._stops(request)
         try:
             reply = self.dialect(url, request, stops, self.answer_seconds, tops)
-        except (
-            AttributeError,
-            KeyError,
-            TypeError,
-            ValueError,
-        ) as error:  # null in place of a list, and the like
+        # Null in place of a list, and the like.
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise EngineError(f"an event has another form than it should: {one_line(error)}") from error
         if not reply.tokens and reply.complete is None:
             raise EngineError("the answer holds no token ids")

@@ -265,7 +265,7 @@ class Grid:
 
 
 def _ordered(values: Iterable) -> list:
-    """Each value once; numbers by size, behind a setting that is off (None)."""
+    """Each value once; numbers by size, after None, which switches a setting off."""
     once = list(dict.fromkeys(values))
     numbers = [value for value in once if isinstance(value, int | float)]
     others = [value for value in once if value is None]

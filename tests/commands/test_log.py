@@ -279,8 +279,8 @@ def test_a_run_of_the_same_name_in_another_project_is_not_taken_for_it(runs, tmp
             shutil.copytree(self.run_dir, root)
 
     def pulled(run_dir: Path) -> Path:
-        found = [("branch", run_id(run_dir), Artifact(run_dir))]
-        monkeypatch.setattr(tracking, "_run_folders", lambda *_: found)
+        group_runs = [("branch", run_id(run_dir), Artifact(run_dir))]
+        monkeypatch.setattr(tracking, "_run_folders", lambda *_: group_runs)
         (folder,) = tracking.pull("g", into=tmp_path / "cache")
         return folder
 

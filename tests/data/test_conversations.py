@@ -177,8 +177,8 @@ def test_an_answer_that_was_cut_has_no_stop_token_to_learn(tmp_path):
     row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     row["messages"][1]["complete"] = False
     [(cut, cut_weights)] = tokenizer_of(pair)(parse(row))
-    for whole in (True, None):  # null, as tables have it
-        row["messages"][1]["complete"] = whole
+    for complete in (True, None):  # null, as tables have it
+        row["messages"][1]["complete"] = complete
         [(ids, weights)] = tokenizer_of(pair)(parse(row))
         assert ids[:-1] == cut and ids[-1] in pair.stop_ids and weights[:-1] == cut_weights
     del row["messages"][1]["complete"]

@@ -28,7 +28,7 @@ FAULTS = (
         ("tests/methods/test_states.py",),
     ),
     Fault(
-        "a drawn token of a block stands for itself alone",
+        "a drawn token of a block weighs as one",
         "training",
         "methods/dflash/train.py",
         "logits = scored.raised(raw)",

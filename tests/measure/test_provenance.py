@@ -290,6 +290,8 @@ def test_a_run_goes_on_only_where_it_began(found, tmp_path):
     assert (tmp_path / store.PROVENANCE).read_bytes() == before
     with pytest.raises(UserError, match=r"questions\.sha256 .* 0"):
         provenance.record(tmp_path, found | {"questions": {"path": "x", "sha256": "0"}})
+    with pytest.raises(UserError, match="engine_version"):
+        provenance.record(tmp_path, found | {"engine_version": "another==2"})
     for folder, advice in ((None, "the same command now starts over"), ("x", "name another folder")):
         begun = found | {
             "questions": {"path": "x", "sha256": "0"},

@@ -314,8 +314,8 @@ def test_token_recycling_learns_from_copied_tokens():
             return
         token = batch.sequences[0].tokens[-2]
         # Of copied tokens none is told as accepted: they were not its own.
-        whole = replace(verified, counts=verified.count.tolist())
-        likeliest = whole.last(verified.logits)[0].topk(8).indices
+        with_copied = replace(verified, counts=verified.count.tolist())
+        likeliest = with_copied.last(verified.logits)[0].topk(8).indices
         assert drafter.inner._followers[0, token].tolist() == likeliest.tolist()
 
     drafter.inner.commit = commit

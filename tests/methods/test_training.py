@@ -20,6 +20,7 @@ from omegaconf import OmegaConf
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from methods import states
 from methods.common import training as common
 from methods.common.training import batches, scale_of
 from methods.dflash.train import fresh_model as fresh_blocks
@@ -32,6 +33,7 @@ from methods.kangaroo.adapter import load_adapter, save_adapter
 from methods.medusa import train as medusa_train
 from methods.mirror_sd import train as mirror_train
 from methods.mtp.train import fresh_model as fresh_mtp
+from methods.pard import train as pard_train
 from methods.s2d import train as s2d_train
 from methods.sps import train as sps_train
 from specbench import ROOT
@@ -399,9 +401,20 @@ def test_an_adapter_of_a_target_that_is_built_otherwise_begins_as_an_early_exit(
     assert not is_like and not adapter.layers[0].self_attn.o_proj.weight.any()
 
 
-@pytest.mark.parametrize("name", ["train_mirror_sd", "train_pard"])
-def test_rows_longer_than_a_draft_models_window_are_refused(name):
-    """Its own mask lets a token see the whole row."""
+@pytest.mark.parametrize(("name", "trainer"), [("train_mirror_sd", mirror_train), ("train_pard", pard_train)])
+def test_a_trainer_with_a_mask_of_its_own_looks_at_the_window(
+    workplace, tmp_path, monkeypatch, name, trainer
+):
+    def refuse(*_) -> None:
+        raise UserError("too long")
+
+    monkeypatch.setattr(trainer, "check_window", refuse)
+    with pytest.raises(UserError, match="too long"):
+        trainer.train(training_settings(name, workplace, tmp_path / "out"))
+
+
+def test_rows_longer_than_a_draft_models_window_are_refused():
+    """A mask of its own lets a token see the whole row."""
     draft = random_model("mistral", 0, sliding_window=16)
     common.check_window(SimpleNamespace(length=16), draft)
     with pytest.raises(UserError, match="length=17, and layers .* see 16 tokens: set length=16"):
@@ -410,12 +423,12 @@ def test_rows_longer_than_a_draft_models_window_are_refused(name):
 
 
 def test_prompts_without_room_end_in_a_line(monkeypatch):
-    monkeypatch.setattr(common, "TOO_MANY", 3)
+    monkeypatch.setattr(states, "TOO_MANY", 3)
     prompts = [[0] * 9, [0] * 2, [0] * 5, [0] * 4, *[[0] * 9] * 4]
-    found = common._with_room(iter(prompts), 5)
-    assert [next(found)[::2] for _ in range(2)] == [(1, 3), (3, 1)]
+    with_room = common._with_room(iter(prompts), 5)
+    assert [next(with_room)[::2] for _ in range(2)] == [(1, 3), (3, 1)]
     with pytest.raises(UserError, match="no prompt .* leaves room for an answer in 5 tokens"):
-        next(found)
+        next(with_room)
 
 
 def test_a_layer_that_an_adapter_cannot_begin_like_is_one_line(workplace, tmp_path):

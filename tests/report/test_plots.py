@@ -383,11 +383,8 @@ def test_what_is_saved_is_what_is_returned(tmp_path):
     drawn = plots.figures(runs_of(a=SUMMARY, b=dollars))
     kept = {name: drawn[name] for name in ("acceptance_and_speedup", "time")}
     assert all(map(plots.NAMES.fullmatch, drawn))
-    for name in (
-        "heat_map_2.svg",
-        "speedup_by_task.png",
-        "mine.png",
-    ):  # two of another report, and one of nobody
+    # Two of another report, and one of nobody.
+    for name in ("heat_map_2.svg", "speedup_by_task.png", "mine.png"):
         (tmp_path / name).write_text("")
     images = plots.save(kept, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {

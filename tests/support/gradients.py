@@ -60,10 +60,10 @@ def assert_learns_from_a_sample(
 ) -> None:
     """With all tokens drawn it is the loss of the whole vocabulary, to the gradient; with a few, nearly that loss."""
     batch = stored(pair, ids)
-    whole = module_of(Loss())(batch)
-    assert_same_gradients(model, module_of(Loss(vocab_sample=pair.vocab_size))(batch), whole)
+    exact = module_of(Loss())(batch)
+    assert_same_gradients(model, module_of(Loss(vocab_sample=pair.vocab_size))(batch), exact)
     torch.manual_seed(0)
     module = module_of(Loss(vocab_sample=pair.vocab_size // 3))
     few = torch.stack([module(batch).detach() for _ in range(40)])
-    assert few.mean().item() == pytest.approx(whole.item(), rel=0.03)
+    assert few.mean().item() == pytest.approx(exact.item(), rel=0.03)
     assert few.std() > 0

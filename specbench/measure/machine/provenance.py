@@ -82,6 +82,7 @@ SAME_RUN = (
     "weights",
     "kernels",
     "compiled",
+    "engine_version",
 )
 
 LEAST_BUFFER_BYTES = {"cpu": 2**28, "cuda": 2**30}  # so much that starting a pass is small beside it

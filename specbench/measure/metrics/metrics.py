@@ -110,15 +110,8 @@ class MetricInput:
         return speedups(self.generations, self.reference, self.spec.unit, with_prefill=False)[0]
 
 
-def align_seconds(measured: MetricInput) -> float | None:
-    """Seconds that a batch method spent on alignment in memory; None of another engine, of which that is not known."""
-    return None if measured.spec.engine is not None else total(measured.rounds["align_seconds"])
-
-
 def alignment_share(measured: MetricInput) -> float | None:
-    """Of all seconds of a batch method, those spent on alignment in memory; None as in `align_seconds`."""
-    if measured.spec.engine is not None:
-        return None
+    """Of all seconds of a batch method, those spent on alignment in memory."""
     return ratio(measured.rounds["align_seconds"].sum(), measured.method["seconds"].sum())
 
 
@@ -242,16 +235,23 @@ class Metric(NamedTuple):
         compute: gives it, None where it could not be measured.
         unit: of the runs that have it, "question" or "pool"; None: all have.
         timed: whether it compares seconds: some questions of a pool have none of their own, as rounds belong to all.
+        of_engines: whether other engines tell what it is made of.
     """
 
     compute: Callable[[MetricInput], Any]
     unit: str | None = None
     timed: bool = False
+    of_engines: bool = True
 
     def is_of(self, measured: MetricInput) -> bool:
         """Whether what was measured can have the number."""
-        unit = measured.spec.unit
-        return self.unit in (None, unit) and (not self.timed or measured.whole_run or unit == QUESTION)
+        unit, engine = measured.spec.unit, measured.spec.engine
+        is_known = engine is None or self.of_engines
+        return (
+            is_known
+            and self.unit in (None, unit)
+            and (not self.timed or measured.whole_run or unit == QUESTION)
+        )
 
 
 METRICS = {
@@ -294,11 +294,9 @@ METRICS = {
     "verify_seconds": Metric(lambda m: total(m.rounds["verify_seconds"])),
     "other_seconds": Metric(lambda m: total(m.rounds["other_seconds"])),
     # Which requests shared a pass of another engine is not known.
-    "occupancy": Metric(
-        lambda m: None if m.spec.engine is not None else occupancy(m.rounds, m.spec.batch_size), POOL
-    ),
-    "align_seconds": Metric(align_seconds, POOL),
-    "alignment_share": Metric(alignment_share, POOL),
+    "occupancy": Metric(lambda m: occupancy(m.rounds, m.spec.batch_size), POOL, of_engines=False),
+    "align_seconds": Metric(lambda m: total(m.rounds["align_seconds"]), POOL, of_engines=False),
+    "alignment_share": Metric(alignment_share, POOL, of_engines=False),
     "stats": Metric(lambda m: stats_of(m.spec.owners, m.rounds)),
     "distinct_4grams": Metric(lambda m: distinct_4grams(m.records)),
 }
