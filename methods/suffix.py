@@ -96,12 +96,13 @@ class SuffixDecoding(Drafter):
             if self.looks_up:
                 self._matches[slot].extend(new)
 
-    def end(self, slot: int) -> None:
+    def end(self, slot: int) -> int:
         """Adds the answer to the earlier ones."""
         sequence = self._sequences[slot]
         if self.shared and sequence is not None and sequence.done:
             self._learn(sequence.new_tokens)
         self._sequences[slot] = None
+        return 0
 
     def forget(self) -> None:
         """Drops the earlier answers, but for those of the file."""

@@ -182,6 +182,10 @@ class Brancher:
             self._grow(growth)
         self._index = index
 
+    def begun(self) -> int:
+        """Passes of the draft model for branches of which none has been settled on; -1 where none were begun."""
+        return -1 if self._growth is None else self._growth.passes
+
     @torch.inference_mode()
     def settle(
         self, accepted: int, following: int, limit: int, unwanted: Callable[[], bool] = never

@@ -156,7 +156,8 @@ class MirrorSD(BranchingDrafter):
         plan = Plan(max_draft_tokens, kappa, branches, positions == "first", candidates, floor)
         self.device = target.device
         exit_parts = _exit_parts(target, self.model) if candidates in ("exit", "both") else None
-        self._guess_bytes = sum(_bytes(module) for module in exit_parts or ())
+        # Of the guesses, and of looking ahead for them.
+        self._guessed_bytes = sum(_bytes(module) for module in exit_parts or ()) + self._ahead_bytes
 
         if placement == "auto":
             placement = "thread" if "cuda" in (target.device.type, self.model.device.type) else "process"
@@ -201,7 +202,7 @@ class MirrorSD(BranchingDrafter):
         probs = self._widened(settled.probs)
         read = sum(settled.passes) * self._pass_bytes
         if settled.hit is not None:
-            read += self._guess_bytes + self._ahead_bytes  # of the guesses, and of looking ahead for them
+            read += self._guessed_bytes
         tokens = settled.tokens.to(self.device).unsqueeze(0)
         self._depth = min(self.max_draft_tokens, batch.sequences[0].remaining - 2)
         probs = None if probs is None else probs.to(self.device)
@@ -236,9 +237,10 @@ class MirrorSD(BranchingDrafter):
 
         return [overlap_line(stats["overlap"])] if stats.get("overlap") else []
 
-    def end(self, slot: int) -> None:
-        """Stops the draft's side until the next answer."""
-        self.worker.end()
+    def end(self, slot: int) -> int:
+        """Stops the draft's side until the next answer; counts the branches after the last draft."""
+        passes = self.worker.end()
+        return 0 if passes < 0 else passes * self._pass_bytes + self._guessed_bytes
 
     def close(self) -> None:
         """Ends the draft's side."""

@@ -106,8 +106,9 @@ class Inline:
         self._before_exit = self._behind_exit = 0.0
         return settled, overlap
 
-    def end(self) -> None:
-        """Ends the sequence: what still goes on for it is given up."""
+    def end(self) -> int:
+        """Ends the sequence: what still goes on for it is given up. Returns what `Brancher.begun` does."""
+        return self.brancher.begun()
 
     def close(self) -> None:
         """Ends the draft's side."""
@@ -157,13 +158,13 @@ class Remote:
         settled = SettledDraft(*self.channel.draft(n), None if hit < 0 else bool(hit), (together, alone))
         return settled, overlap_of(settled.hit, before_exit, behind_exit, exposed, idle, ipc)
 
-    def end(self) -> None:
-        """Ends the sequence, and waits until the draft's side has given it up."""
+    def end(self) -> int:
+        """Ends the sequence, and waits until the draft's side has given it up; as `Inline.end`."""
         if not self._active:
-            return
+            return -1
         self._active = False
         self.channel.requests.put(Command.END)
-        self._answer(Response.ENDED, self.timeout)
+        return self._answer(Response.ENDED, self.timeout).numbers[0]
 
     def close(self) -> None:
         """Ends the draft's side, by force if it does not answer."""
@@ -283,10 +284,10 @@ class Process(Remote):
             torch.set_num_threads(min(self._threads, len(self._target_cores)))
         super().begin(prompt, room, temperature, seed)
 
-    def end(self) -> None:
+    def end(self) -> int:
         """Ends the sequence; this side has all cores again."""
         try:
-            super().end()
+            return super().end()
         finally:
             if self._threads is not None:
                 _pin(self._all_cores)
@@ -371,7 +372,7 @@ def serve(channel: ThreadChannel | ProcessChannel, brancher: Brancher, alive: Ca
                 case Command.END:
                     active = False
                     clock.synchronize()  # what is queued for the sequence; marks of it are read now
-                    channel.replies.put(Response.ENDED)
+                    channel.replies.put(Response.ENDED, brancher.begun())
                 case _:
                     return
         except Exception as error:  # noqa: BLE001 - told to the other side, which ends the run

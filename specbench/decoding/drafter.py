@@ -158,8 +158,13 @@ class Drafter:
             verified: the outcome.
         """
 
-    def end(self, slot: int) -> None:
-        """Stops all work for the sequence in a slot, which is complete or was given up."""
+    def end(self, slot: int) -> int:
+        """Stops all work for the sequence in a slot, which is complete or was given up.
+
+        Returns:
+            Bytes of weights read since its last draft for one that it no longer needs, which count in its last round.
+        """
+        return 0
 
     # -- numbers of its own
 

@@ -391,7 +391,8 @@ class Engine:
         """
         one.ended = True
         self._are_nan.append(logits.isnan().any())
-        self.drafter.end(slot)
+        if read := self.drafter.end(slot):
+            one.steps[-1].draft_bytes = read + (one.steps[-1].draft_bytes or 0)
 
     @torch.inference_mode()
     def reserve(self, requests: list[Request]) -> None:

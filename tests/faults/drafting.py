@@ -52,6 +52,14 @@ FAULTS = (
         ("tests/methods/test_mtp.py",),
     ),
     Fault(
+        "branches after the last draft cost nothing",
+        "states",
+        "methods/mirror_sd/drafter.py",
+        "return 0 if passes < 0 else passes * self._pass_bytes + self._guessed_bytes",
+        "return 0",
+        ("tests/methods/test_mirror_sd.py",),
+    ),
+    Fault(
         "a selector looks at the token that the block begins with, at every place",
         "states",
         "methods/dflash/drafter.py",

@@ -14,6 +14,7 @@ from methods.mirror_sd.brancher import Brancher, Plan
 from methods.mirror_sd.branches import likely_decisions, mixture, prefix_products
 from methods.mirror_sd.streams import save_streams
 from specbench.decoding import acceptance
+from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.kv_cache import KVCache
 from specbench.decoding.model.staged_model import StagedModel
@@ -286,9 +287,29 @@ def test_what_is_read_and_how_long_it_took():
         )
         assert 0 <= step.stats["exit_seconds"] < step.verify_seconds
     for step in others[:-6]:  # further from the cap than a draft is long
-        passes, rest = divmod(step.draft_bytes - drafter._guess_bytes, whole)
+        passes, rest = divmod(step.draft_bytes - drafter._guessed_bytes + whole, whole)
         # One to look ahead, four for all branches, and four more for a draft of its own after a miss.
         assert (passes, rest) == (5 if step.stats["hit"] else 9, 0)
+
+
+@pytest.mark.parametrize("placement", ["inline", "thread"])
+def test_what_is_read_for_branches_after_the_last_draft_counts_in_the_last_round(placement, monkeypatch):
+    pair = random_pair("llama")
+    text = Engine(StagedModel(pair.target), Drafter(), frozenset()).answer(PROMPT, SamplingParams(30)).tokens
+    stop = next(token for i, token in enumerate(text) if i >= 12 and token not in text[:i])
+    passes, guesses = [], []
+    run, expand = Brancher._run, Brancher.expand
+    monkeypatch.setattr(Brancher, "_run", lambda self, *given: passes.append(1) or run(self, *given))
+    monkeypatch.setattr(Brancher, "expand", lambda self, *given: guesses.append(1) or expand(self, *given))
+    drafter = mirror(pair, kappa=2, placement=placement)
+    engine = Engine(StagedModel(pair.target), drafter, frozenset({stop}))
+    answer = engine.answer(PROMPT, SamplingParams(60))
+    drafter.close()
+    assert answer.finish == "stop" and len(guesses) == len(answer.steps)
+    prefill = 1
+    guessed = drafter._guessed_bytes - drafter._ahead_bytes
+    read = (len(passes) - prefill) * drafter._pass_bytes + len(guesses) * guessed
+    assert sum(step.draft_bytes for step in answer.steps) == read
 
 
 @pytest.mark.one_in(5)
