@@ -123,6 +123,7 @@ class Brancher:
         self._width = plan.depth + 2 + self.streams.shape[0]
         self._cache = model.new_cache(0)  # until it is known how long the sequences are
         self._fed = 0  # its entries that are in use
+        self._forget()
 
     @torch.inference_mode()
     def begin(self, prompt: torch.Tensor, room: int, temperature: float, seed: int) -> None:
@@ -182,9 +183,15 @@ class Brancher:
             self._grow(growth)
         self._index = index
 
-    def begun(self) -> int:
-        """Passes of the draft model for branches of which none has been settled on; -1 where none were begun."""
-        return -1 if self._growth is None else self._growth.passes
+    def end(self) -> int:
+        """Ends the sequence.
+
+        Returns:
+            Passes of the draft model for branches of which none was settled on; -1 where none were begun.
+        """
+        passes = -1 if self._growth is None else self._growth.passes
+        self._forget()
+        return passes
 
     @torch.inference_mode()
     def settle(

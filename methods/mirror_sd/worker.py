@@ -107,8 +107,8 @@ class Inline:
         return settled, overlap
 
     def end(self) -> int:
-        """Ends the sequence: what still goes on for it is given up. Returns what `Brancher.begun` does."""
-        return self.brancher.begun()
+        """Ends the sequence: what still goes on for it is given up. Returns what `Brancher.end` does."""
+        return self.brancher.end()
 
     def close(self) -> None:
         """Ends the draft's side."""
@@ -372,7 +372,7 @@ def serve(channel: ThreadChannel | ProcessChannel, brancher: Brancher, alive: Ca
                 case Command.END:
                     active = False
                     clock.synchronize()  # what is queued for the sequence; marks of it are read now
-                    channel.replies.put(Response.ENDED, brancher.begun())
+                    channel.replies.put(Response.ENDED, brancher.end())
                 case _:
                     return
         except Exception as error:  # noqa: BLE001 - told to the other side, which ends the run

@@ -303,8 +303,11 @@ def test_what_is_read_for_branches_after_the_last_draft_counts_in_the_last_round
     monkeypatch.setattr(Brancher, "expand", lambda self, *given: guesses.append(1) or expand(self, *given))
     drafter = mirror(pair, kappa=2, placement=placement)
     engine = Engine(StagedModel(pair.target), drafter, frozenset({stop}))
+    short = [engine.answer(PROMPT, SamplingParams(1)).steps]
     answer = engine.answer(PROMPT, SamplingParams(60))
+    short.append(engine.answer(PROMPT, SamplingParams(1)).steps)
     drafter.close()
+    assert short == [[], []]  # no draft, and nothing of another answer
     assert answer.finish == "stop" and len(guesses) == len(answer.steps)
     prefill = 1
     guessed = drafter._guessed_bytes - drafter._ahead_bytes
