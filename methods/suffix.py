@@ -96,7 +96,7 @@ class SuffixDecoding(Drafter):
             if self.looks_up:
                 self._matches[slot].extend(new)
 
-    def end(self, slot: int) -> int:
+    def end(self, slot: int) -> float:
         """Adds the answer to the earlier ones."""
         sequence = self._sequences[slot]
         if self.shared and sequence is not None and sequence.done:

@@ -237,7 +237,7 @@ class MirrorSD(BranchingDrafter):
 
         return [overlap_line(stats["overlap"])] if stats.get("overlap") else []
 
-    def end(self, slot: int) -> int:
+    def end(self, slot: int) -> float:
         """Stops the draft's side until the next answer; counts the branches after the last draft."""
         passes = self.worker.end()
         return 0 if passes < 0 else passes * self._pass_bytes + self._guessed_bytes

@@ -158,7 +158,7 @@ class Drafter:
             verified: the outcome.
         """
 
-    def end(self, slot: int) -> int:
+    def end(self, slot: int) -> float:
         """Stops all work for the sequence in a slot, which is complete or was given up.
 
         Returns:

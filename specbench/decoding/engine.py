@@ -392,7 +392,7 @@ class Engine:
         one.ended = True
         self._are_nan.append(logits.isnan().any())
         if read := self.drafter.end(slot):
-            one.steps[-1].draft_bytes = read + (one.steps[-1].draft_bytes or 0)
+            one.steps[-1].draft_bytes = counted(read + (one.steps[-1].draft_bytes or 0))
 
     @torch.inference_mode()
     def reserve(self, requests: list[Request]) -> None:
