@@ -391,8 +391,9 @@ class Engine:
         """
         one.ended = True
         self._are_nan.append(logits.isnan().any())
-        if read := self.drafter.end(slot):
-            one.steps[-1].draft_bytes = counted(read + (one.steps[-1].draft_bytes or 0))
+        read = self.drafter.end(slot)
+        if read and (last := one.steps[-1]).draft_bytes is not None:  # what is not known stays so
+            last.draft_bytes += int(read)
 
     @torch.inference_mode()
     def reserve(self, requests: list[Request]) -> None:
