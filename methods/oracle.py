@@ -109,6 +109,7 @@ class Oracle(WrappedDrafter):
     """
 
     needs = Needs(sampling=False, reference_answer=True)
+    fixes = ("max_draft_tokens", "confidence_threshold")
 
     def __init__(
         self,

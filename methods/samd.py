@@ -2,7 +2,7 @@
 
 A suffix automaton of the prompt and the answer maintains the longest match in amortised O(1) per token. The longer the
 match, the longer the draft. A corpus, whose suffix array is on disk, can be looked up, too: the longer match drafts.
-If both are short, an auxiliary drafter can draft.
+If both are short, an auxiliary drafter can draft, such as EAGLE-2, the authors' best.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from specbench.decoding.tree import Tree
 from specbench.decoding.wrapped import WrappedDrafter
 from specbench.models.pairs import Pair
 from specbench.system.errors import UserError
-from specbench.system.settings import Count
+from specbench.system.settings import MEMORY, Count
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -35,6 +35,11 @@ if TYPE_CHECKING:
     from specbench.decoding.model.staged_model import StagedModel
     from specbench.decoding.slots import Slots
     from specbench.decoding.state import Prefill
+
+
+# What needs no state of its own draft, so that another one may be verified in its place.
+Auxiliary = Literal["none", "recycling", "sps", "eagle", "eagle2", "eagle3", "medusa", "hydra_heads", "mtp"]
+DRAWN = ("sps", "mtp")  # auxiliary drafters that draw their tokens when sampling
 
 
 class SAMDecoding(WrappedDrafter):
@@ -50,8 +55,7 @@ class SAMDecoding(WrappedDrafter):
         threshold: with an auxiliary drafter, the shortest match that is copied, and by how much one in the corpus must
             be longer than that.
         max_draft_tokens: most tokens of a copied draft.
-        growth: without an auxiliary drafter a match of n tokens drafts 1 + growth * n; with one, always
-            `max_draft_tokens`.
+        growth: without an auxiliary drafter a match of n tokens drafts growth * n; with one, always `max_draft_tokens`.
         corpus: folder of a datastore (`specbench train rest`); None: the text alone.
         max_match: longest match that is looked up in the corpus. A draft from there has at most 32 - `max_match`
             levels, as a datastore is sorted by 32 tokens.
@@ -59,25 +63,28 @@ class SAMDecoding(WrappedDrafter):
         warm: file of conversations that its memory begins with.
 
     Raises:
-        UserError: the corpus is missing, or of another tokenizer, or is not sorted by enough tokens; or no match in it
-            could be long enough.
+        UserError: the corpus is missing, or of another tokenizer, or is not sorted by enough tokens; no match in it
+            could be long enough; or the auxiliary drafter is another than the one that is named.
     """
 
     needs = Needs(text_alone=True)
+    fixes = (MEMORY, WARM)
 
     def __init__(
         self,
         pair: Pair,
         drafter: dict | None = None,
-        auxiliary: Literal["none", "recycling", "sps"] = "none",
+        auxiliary: Auxiliary = "none",
         threshold: Count = 5,
-        max_draft_tokens: Count = 40,
+        max_draft_tokens: Count = 39,
         growth: Count = 4,
         corpus: str | None = None,
         max_match: Count = 16,
         memory: Literal["answer", "run"] = "answer",
         warm: str | None = None,
     ):
+        if drafter is not None and drafter["name"] != auxiliary:
+            raise UserError(f"method.auxiliary={auxiliary}, but method.drafter is {drafter['name']}")
         shared: dict[str, Any] = {} if memory == "answer" else {"memory": memory}
         shared |= {} if warm is None else {WARM: warm}
         inner = Autoregressive(pair) if drafter is None else make_drafter(drafter, pair=pair, **shared)
@@ -104,7 +111,7 @@ class SAMDecoding(WrappedDrafter):
     @staticmethod
     def draws_trees(settings: Mapping[str, Any]) -> bool:
         """Whether trees of a corpus stand beside what an auxiliary drafter draws."""
-        return settings.get("corpus") is not None and settings.get("auxiliary") == "sps"
+        return settings.get("corpus") is not None and settings.get("auxiliary") in DRAWN
 
     def open(self, slots: Slots, target: StagedModel) -> None:
         """Makes room for an automaton of each sequence."""
@@ -125,8 +132,11 @@ class SAMDecoding(WrappedDrafter):
         self._copies = [bool(tree.tokens) for tree in copied]
         parents = [tree.parents for tree in copied] if self.corpus is not None else None
         draft = Draft.of([tree.tokens for tree in copied], batch.tokens.device, parents)
-        if not self.alone and not all(self._copies):
-            limits = [min(limit, self.inner.max_draft_tokens) for limit in batch.limits]
+        draft.bytes_read = self.inner.upkeep_bytes
+        # Of the auxiliary drafter's draft, those that copy need nothing.
+        limits = [0 if copies else limit for copies, limit in zip(self._copies, batch.limits)]
+        if not self.alone and any(limits):
+            limits = [min(limit, self.inner.max_draft_tokens) for limit in limits]
             inner_draft = self.inner.draft(replace(batch, limits=limits))
             draft = merged(draft, inner_draft, self._copies) if any(self._copies) else inner_draft
         elif not self.deterministic and not batch.decoding.greedy:
@@ -142,9 +152,8 @@ class SAMDecoding(WrappedDrafter):
         """Adds the new tokens."""
         for text, new in zip(self._texts, verified.tokens):
             text.extend(new)
-        # Where tokens were copied, none of the auxiliary drafter's own was accepted.
-        counts = [0 if copies else count for copies, count in zip(self._copies, verified.counts)]
-        super().commit(batch, replace(verified, counts=counts))
+        own_counts = [0 if copies else count for copies, count in zip(self._copies, verified.counts)]
+        super().commit(batch, replace(verified, own_counts=own_counts))
 
     def _copied(self, text: SuffixAutomaton, nodes: int, depth: int) -> Counted:
         """What is copied, at most so many tokens in paths that are no longer; none where the match is too short."""
@@ -162,7 +171,7 @@ class SAMDecoding(WrappedDrafter):
 
     def _size(self, match: int) -> int:
         """The tokens of a draft after a match."""
-        return 1 + self.growth * match if self.alone else self.longest
+        return self.growth * match if self.alone else self.longest
 
 
 def repeated(tokens: list[int], start: int, n: int) -> list[int]:

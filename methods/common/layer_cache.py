@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from specbench.decoding.kv_cache import ForwardContext
+from specbench.decoding.model.graphs import uncaptured
 from specbench.decoding.model.layer_stack import attention_mask, rope_of
 
 if TYPE_CHECKING:
@@ -60,6 +62,7 @@ class LayerCache:
         verified: Verified,
         function: Callable[..., Sequence[Any]],
         further: int = 0,
+        longest: int | None = None,
     ) -> Sequence[Any]:
         """Runs a function that feeds the tokens that stay of a draft, over the draft's entries, as `run` does.
 
@@ -71,6 +74,8 @@ class LayerCache:
             function: of the batch, how many draft tokens stay [b], and what the layers take [b, n, h] for the target's
                 states of the pending token and those that stay, n being the most that any sequence has.
             further: entries after these that the function reads or writes.
+            longest: the longest path of the drafter's own drafts. Where more stays of another's, no pass is captured:
+                each such number would be a graph. None: there are no such drafts.
         """
         n, layers = 1 + max(verified.counts), self._layers
         states = [verified.accepted_states(verified.hidden_states[tap]) for tap in layers.taps]
@@ -78,7 +83,9 @@ class LayerCache:
         def fed(batch: Batch, count: torch.Tensor, *states: torch.Tensor) -> Sequence[Any]:
             return function(batch, count, layers.features(dict(zip(layers.taps, states, strict=True))))
 
-        return self.run(batch, ("commit", n), fed, verified.count, *states, entries=n + further)
+        is_rare = longest is not None and n > 1 + longest
+        with uncaptured() if is_rare else nullcontext():
+            return self.run(batch, ("commit", n), fed, verified.count, *states, entries=n + further)
 
     def arguments(
         self,

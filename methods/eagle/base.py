@@ -54,7 +54,8 @@ class EagleDrafter(Drafter):
         self.model = model.for_drafting(pair)
         self.head = draft_head(pair, pair.staged, layers=self.model)
         self.taps = model.taps
-        self._bytes = model.pass_bytes() + self.head.bytes
+        self.upkeep_bytes = model.pass_bytes()
+        self._bytes = self.upkeep_bytes + self.head.bytes
 
     def open(self, slots: Slots, target: StagedModel) -> None:
         """Allocates the layer's cache."""
@@ -83,7 +84,7 @@ class EagleDrafter(Drafter):
             wanted = span(count, self.outputs).unsqueeze(-1).expand(-1, -1, out.shape[-1])
             return [out.gather(1, wanted)]
 
-        (out,) = self._layer_cache.feed(batch, verified, feed, self.outputs - 1)
+        (out,) = self._layer_cache.feed(batch, verified, feed, self.outputs - 1, self.max_draft_tokens)
         self._outputs[: batch.size] = out
 
     def _followed(

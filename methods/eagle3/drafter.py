@@ -47,3 +47,6 @@ class Eagle3(DynamicEagle):
         once = [model.fc, model.fc_norm, *([model.input_norm] if model.input_norm is not None else [])]
         self._once = sum(map(weight_bytes, once))
         self._bytes -= self._once
+        self.upkeep_bytes -= weight_bytes(model.lm_head) + (
+            0 if model.config.norm_output else weight_bytes(model.norm)
+        )

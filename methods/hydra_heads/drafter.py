@@ -50,7 +50,7 @@ class HydraHeads(StateHeads):
         loaded, settings = load_heads(weights, self.target, pair.expansion)
         self.heads = lean_copy(loaded)
         self.head = draft_head(pair, self.target)
-        self._prefix_bytes = 0 if loaded.prefix is None else weight_bytes(loaded.prefix)
+        self.upkeep_bytes = 0 if loaded.prefix is None else weight_bytes(loaded.prefix)
         self._outputs = [self._own_output(i) for i in range(loaded.heads)]
         squares = [(loaded.layers - 1) * weight_bytes(layer) for layer in loaded.square] or [0] * loaded.heads
         outputs = [self.head.bytes if output is None else weight_bytes(output) for output in self._outputs]
@@ -88,7 +88,7 @@ class HydraHeads(StateHeads):
 
     def draft_bytes(self, levels: int) -> float:
         """Those of the heads of these levels, and of the prefix layer, which runs once a round."""
-        return self._prefix_bytes + sum(self._level_bytes[:levels])
+        return self.upkeep_bytes + sum(self._level_bytes[:levels])
 
     def commit(self, batch: Batch, verified: Verified) -> None:
         """Notes the state to draft from next, in front of the token that is pending now."""
@@ -103,7 +103,7 @@ class HydraHeads(StateHeads):
             seen = prefix(states, **self._layer_cache.arguments(batch, states))
             return [seen[torch.arange(batch.size, device=seen.device), count]]
 
-        (seen,) = self._layer_cache.feed(batch, verified, feed)
+        (seen,) = self._layer_cache.feed(batch, verified, feed, longest=self.max_draft_tokens)
         self._states[: batch.size] = seen
 
     def _own_output(self, i: int) -> torch.nn.Module | None:

@@ -88,7 +88,7 @@ class SpeculativeSampling(Drafter):
         """Notes how many of the known tokens the draft model has seen: no more than before where it did not draft."""
         if not self._drafted:
             return
-        for slot, (length, count) in enumerate(zip(batch.lengths, verified.counts)):
+        for slot, (length, count) in enumerate(zip(batch.lengths, verified.own_counts)):
             self._fed[slot] = length + min(self._drafted - 1, count)
         self._drafted = 0
 

@@ -11,6 +11,7 @@ from specbench.config.combinations import unusual
 from specbench.config.compose import program
 from specbench.config.spec import QUESTION, make_drafter
 from specbench.system.errors import UserError
+from specbench.system.settings import WRAPPED
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 TOKENS = 64  # of each answer that is looked at
 PLACES = 8  # of a draft that are printed
 HEALTHY = "healthy: no finding"
+NOTHING = "none"  # the drafter that drafts nothing
 
 
 def examine(cfg: DictConfig) -> int:
@@ -44,9 +46,12 @@ def examine(cfg: DictConfig) -> int:
     use_threads(cfg.threads, None)
     pair = load_pair(pair_for(cfg.pair, needs), cfg.seed, with_draft=needs.draft_model, trimmed=spec.trimmed)
     protocol = Protocol(pair, SamplingParams(TOKENS), cfg.protocol, cfg.seed, warmup_questions(cfg.data))
-    make = partial(make_drafter, spec.drafter, pair=pair)
+    # What a wrapper drafts itself says nothing of the weights and states of the drafter that it wraps.
+    inner = spec.drafter.get(WRAPPED) or {"name": NOTHING}
+    drafter = spec.drafter if inner["name"] == NOTHING else inner
+    make = partial(make_drafter, drafter, pair=pair)
     base, findings = doctor.examine(pair, make, protocol.warm_up_requests(TOKENS))
-    print(f"{spec.drafter['name']} on {pair.name}: {_in_words(base)}")
+    print(f"{drafter['name']} on {pair.name}: {_in_words(base)}")
     print("\n".join(findings or [HEALTHY]))
     return int(bool(findings))
 

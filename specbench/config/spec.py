@@ -95,11 +95,21 @@ class RunSpec:
         if not self.is_own_code:
             return values.flat(self._in_its_words)
         *_, last = self.groups
-        return {
+        chosen_here = {
             key_of(group, name): value
             for group, chosen in (self.groups | {last: self.drafting}).items()
             for name, value in values.settings(chosen).items()
         }
+        return chosen_here | {
+            key_of(last, f"{WRAPPED}.{name}"): value for name, value in self.wrapped.items()
+        }
+
+    @property
+    def wrapped(self) -> dict[str, Any]:
+        """What a user sets of a drafter that the drafter wraps; what the wrapper itself fixes is left out."""
+        fixed = getattr(_class_of(self.drafter), "fixes", ())
+        chosen = values.settings(self.drafter.get(WRAPPED) or {})
+        return {name: value for name, value in chosen.items() if name not in fixed}
 
     @property
     def is_own_code(self) -> bool:
@@ -129,13 +139,16 @@ class RunSpec:
         """
         if self.engine is not None:
             return []
-        classes, groups = [], [*self.groups.values(), self.drafter.get(WRAPPED)]
-        for group in filter(None, groups):
-            try:
-                classes.append(pkgutil.resolve_name(group["_target_"]))
-            except (ImportError, AttributeError):
-                continue
-        return classes
+        groups = [*self.groups.values(), self.drafter.get(WRAPPED)]
+        return [cls for cls in map(_class_of, filter(None, groups)) if cls is not None]
+
+
+def _class_of(group: Mapping) -> type | None:
+    """The class of a method or drafter; None where this installation does not have it."""
+    try:
+        return pkgutil.resolve_name(group["_target_"])
+    except (ImportError, AttributeError):
+        return None
 
 
 def needs_of(group: Mapping) -> Needs:

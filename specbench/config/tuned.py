@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from specbench.config.compose import as_it_stands, choices_of, group_file, tuned_on
 from specbench.config.spec import key_of
 from specbench.data.warm_start import WARM
-from specbench.system.settings import CONSTANT, MEMORY, settings
+from specbench.system.settings import CONSTANT, MEMORY, WRAPPED, settings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -42,27 +42,38 @@ def settings_source(
     judged = False
     published: dict[str, Any] = {}
     pairs: set[str | None] = set()  # those where what differs was tuned, None for what was not tuned at all
-    for group, chosen in spec.groups.items():
-        method_settings, name = settings(chosen), chosen["name"]
+    *_, last = spec.groups
+    parts = [(group, chosen["name"], "", settings(chosen)) for group, chosen in spec.groups.items()]
+    if spec.wrapped:
+        parts.append((last, spec.drafter["name"], spec.drafter[WRAPPED]["name"], spec.wrapped))
+    for group, name, wrapped, method_settings in parts:
         if not method_settings:
             continue
         if name not in choices_of(group):
             return None
-        of_conf = _settings_of(group, name, None)
+        # A wrapper's file may say how the wrapped drafter is set; otherwise that is set as a method.
+        inside = bool(wrapped) and isinstance(as_it_stands(group, name, None).get(WRAPPED), dict)
+        name = wrapped if wrapped and not inside else name
+        of_conf = _settings_of(group, name, None, inside)
         brought = {key for key, value in of_conf.items() if isinstance(value, str) and "${" in value}
         method_settings = {
             key: value for key, value in method_settings.items() if key not in (*JUDGED_ELSEWHERE, *brought)
         }
         judged |= bool(method_settings)
-        if method_settings and vocab is not None and chosen is spec.drafter:
+        if method_settings and vocab is not None and group == last and not wrapped:
             method_settings[VOCAB] = vocab["name"], vocab["size"]
         if differing := _differing(method_settings, of_conf):
-            published |= {key_of(group, key): of_conf.get(key) for key in differing if key != VOCAB}
+            prefix = f"{WRAPPED}." if wrapped else ""
+            published |= {
+                key_of(group, f"{prefix}{key}"): of_conf.get(key) for key in differing if key != VOCAB
+            }
             if VOCAB in differing:
                 usual, size = of_conf[VOCAB]
                 published |= {VOCAB: usual} | ({} if size is None else {f"{VOCAB}.size": size})
             pair = tuned_on(on, name)
-            is_tuned = pair is not None and not _differing(method_settings, _settings_of(group, name, pair))
+            is_tuned = pair is not None and not _differing(
+                method_settings, _settings_of(group, name, pair, inside)
+            )
             pairs.add(pair if is_tuned else None)
     if rule != CONSTANT:
         published["decoding.draft_length"] = CONSTANT
@@ -74,9 +85,13 @@ def settings_source(
     return {"source": source, "pair": pair, "published": published}
 
 
-def _settings_of(group: str, name: str, pair: str | None) -> dict[str, Any]:
-    """The settings that conf/ has for a method or drafter, as `as_it_stands`, and name and size of its vocabulary."""
+def _settings_of(group: str, name: str, pair: str | None, inside: bool) -> dict[str, Any]:
+    """The settings that conf/ has for a method or drafter, as `as_it_stands`, and name and size of its vocabulary.
+
+    `inside`: those of the drafter that its file wraps.
+    """
     chosen = as_it_stands(group, name, pair)
+    chosen = chosen[WRAPPED] if inside else chosen
     usual = chosen.get(VOCAB) or _usual_vocab(name)
     return settings(chosen) | {VOCAB: (usual, group_file(VOCAB, usual).get("size"))}
 

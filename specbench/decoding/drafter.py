@@ -76,6 +76,8 @@ class Drafter:
             decoding with the same seed, token by token.
         max_draft_tokens: the longest path of a draft.
         max_nodes: the most nodes of a draft; 0: as `max_draft_tokens`, for chains.
+        upkeep_bytes: bytes of weights that `commit` reads. They are in the next draft's `bytes_read`; where a wrapper
+            drafts in its place, in the wrapper's.
         extra_cores: cores that it computes on, or holds between its rounds, beside those of torch's threads. With any,
             no other arm runs in between.
     """
@@ -86,6 +88,7 @@ class Drafter:
     deterministic: bool = False
     max_draft_tokens = 0
     max_nodes = 0
+    upkeep_bytes: float = 0
     extra_cores: int = 0
 
     @classmethod

@@ -192,6 +192,7 @@ class Verified:
         tokens: the new tokens of each sequence on the host, cut after a stop token.
         draft: what was verified. Within a drafter that wraps another one it may be of the outer one.
         report: what `Draft.report` made, on the host.
+        own_counts: `counts` of the drafter's own draft: 0 for a sequence whose draft a wrapper has replaced.
     """
 
     logits: torch.Tensor
@@ -202,6 +203,10 @@ class Verified:
     tokens: list[list[int]]
     draft: Draft
     report: list[list[int]] | None = None
+    own_counts: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.own_counts = self.own_counts or self.counts
 
     def accepted_states(self, states: torch.Tensor) -> torch.Tensor:
         """Of states or logits [b, 1 + k, d] those of the pending token and the accepted nodes [b, 1 + m, d], in order.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import wraps
 from inspect import isfunction
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from specbench.decoding.drafter import Drafter
 
@@ -24,15 +24,18 @@ class WrappedDrafter(Drafter):
         inner: the drafter that is wrapped; see `config.spec.make_drafter`.
 
     Attributes:
+        fixes: parameters of the inner drafter that the wrapper sets, whatever its configuration says.
         inner: as given. The other attributes of a `Drafter` are copied from it; a subclass sets those that differ.
     """
+
+    fixes: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, inner: Drafter):
         self.inner = inner
         self.needs = self.needs.around(inner.needs)
         self.taps, self.siblings, self.deterministic = inner.taps, inner.siblings, inner.deterministic
         self.max_draft_tokens, self.max_nodes = inner.max_draft_tokens, inner.max_nodes
-        self.extra_cores = inner.extra_cores
+        self.upkeep_bytes, self.extra_cores = inner.upkeep_bytes, inner.extra_cores
 
 
 def _passed_on(name: str, method: Callable[..., Any]) -> Callable[..., Any]:

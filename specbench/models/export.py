@@ -86,7 +86,7 @@ def as_part(drafter: Drafter, name: str) -> Path:
             f"{type(drafter).__name__} has nothing to export; engines read supported parts as they are"
         )
     root = make_folder(cache_folder() / "export")
-    with tempfile.TemporaryDirectory(dir=root) as scratch:
+    with file_errors(writing=root), tempfile.TemporaryDirectory(dir=root) as scratch:
         written = Path(scratch) / name
         export(written)
         digest = hashlib.sha256()

@@ -371,8 +371,14 @@ MEASURES: dict[str, Callable] = {
 
 
 def _matches(choice: Mapping, run: Run) -> bool:
-    """Whether a run has each key's value, or one of several."""
-    return all(run.summary.get(k) in (v if isinstance(v, list) else [v]) for k, v in choice.items())
+    """Whether a run has each key's value, or one of several; "settings.nodes" is a key of a key."""
+    return all(_value(run, k) in (v if isinstance(v, list) else [v]) for k, v in choice.items())
+
+
+def _value(run: Run, key: str) -> object:
+    outer, _, inner = key.partition(".")
+    value = run.summary.get(outer)
+    return (value or {}).get(inner) if inner else value
 
 
 def _newest(choice: Mapping, runs: list[Run]) -> list[Run]:

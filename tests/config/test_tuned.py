@@ -86,6 +86,7 @@ def test_variants_are_what_their_names_say():
         "s2d_exit1": {"only"},
         "s2d_exit2": {"only"},
         "s2d_exit3": {"only"},
+        "samd_eagle2": {"auxiliary", "drafter"},
         "ssd": {"candidates", "kappa"},
     }
 
@@ -209,6 +210,12 @@ def test_a_wrapped_drafter_has_its_tuned_settings():
         (["method=ragged", "drafter=sps"], "published", {}),
         (["method=exspec", "drafter=medusa", "method.window=8"], "changed", {"window": 32, "drafter.nodes": None}),
         (["method=exspec", "drafter=sps", "drafter.max_draft_tokens=3"], "changed", {"drafter.max_draft_tokens": 5}),
+        (["method=samd_eagle2"], "published", {}),  # with another tree than eagle2's, tuned or not
+        (["method=samd_eagle2", "method.drafter.nodes=59"], "changed", {"drafter.nodes": 62}),
+        (["method=ragged", "drafter=samd_eagle2", "drafter.drafter.width=10"], "changed", {"drafter.drafter.width": 8}),
+        (["method=samd", "method.auxiliary=recycling"], "changed",
+         {"auxiliary": "none", "max_draft_tokens": 39, "drafter.nodes": 80}),
+        (["method=samd", "method.auxiliary=recycling", "settings=published"], "changed", {"auxiliary": "none"}),
     ],
 )  # fmt: skip
 def test_the_source_follows_from_the_values(overrides, source, published):

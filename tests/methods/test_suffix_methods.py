@@ -102,9 +102,9 @@ def fed(drafter: Drafter, tokens: list[int], limit: int = 50, nodes: int = 50) -
 def test_samd_copies_the_more_the_longer_the_match_is():
     drafter = SAMDecoding(None, max_draft_tokens=20, growth=4)
     text = [*range(10, 40), 1, 2, *range(12, 15)]
-    assert fed(drafter, text)[0] == list(range(15, 28))  # 1 + 4 * 3
-    assert fed(drafter, [*text, 15])[0] == list(range(16, 33))
-    assert fed(drafter, [*text, 15, 16])[0] == list(range(17, 37))  # 20 at most
+    assert fed(drafter, text)[0] == list(range(15, 27))  # 4 * 3
+    assert fed(drafter, [*text, 15])[0] == list(range(16, 32))
+    assert fed(drafter, [*text, 15, 16, 17])[0] == list(range(18, 38))  # 20 at most
     assert fed(drafter, text, limit=3)[0] == list(range(15, 18))
     assert fed(drafter, text, nodes=2)[0] == [15, 16]
     assert fed(drafter, [*text, 99])[0] == []
@@ -120,7 +120,7 @@ def test_samd_goes_on_with_its_own_draft_where_the_text_ends():
 def test_samd_takes_the_longer_match(tmp_path):
     pair = with_tokenizer("llama")
     folder = save_datastore(tmp_path, [[1, 2, 3, 4, 50], [1, 2, 3, 4, 50], [9, 3, 4, 51, 52]], pair)
-    drafter = SAMDecoding(pair, max_draft_tokens=4, growth=1, corpus=str(folder))
+    drafter = SAMDecoding(pair, max_draft_tokens=4, growth=2, corpus=str(folder))
     assert fed(drafter, [2, 3, 4]) == ([50], [-1])  # three tokens; after it the row ends
     assert fed(drafter, [8, 3, 4]) == ([50, 51, 52], [-1, -1, 1]), "two of three occurrences"
     assert fed(drafter, [8, 3, 4], limit=1) == ([50, 51], [-1, -1]), "a limit is one of depth, not of nodes"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from methods.oracle import Oracle
@@ -23,7 +25,7 @@ LEARNING = {"_target_": "methods.suffix.SuffixDecoding", "name": "suffix", "shap
 PROMPT = [3, 9, 27, 11, 33, 29, 17]
 
 
-@pytest.mark.parametrize("make", [Oracle, SAMDecoding])
+@pytest.mark.parametrize("make", [Oracle, partial(SAMDecoding, auxiliary="suffix")])
 def test_what_the_inner_drafter_has_learnt_is_forgotten_and_restored(make):
     pair = random_pair("llama")
     outer = make(pair, LEARNING)
