@@ -71,7 +71,7 @@ claims: $(STAMP) ## Check what the papers claim on a real model and on small one
 	@$(SOME) experiment=kangaroo settings=published,tuned method=kangaroo_tree,medusa pair=tiny_wide,tiny generate=false $(ARGS)
 	@$(UNTIMED) experiment=spec_bench_board settings=published method=medusa,hydra_heads,eagle,eagle2,eagle3,samd_eagle2 pair=tiny $(ARGS)
 	@$(DRAWN) settings=published method=dflash,dspark pair=tiny $(ARGS)
-	@$(DRAWN) method=eagle3 method.nodes=7 method.width=1 method.max_draft_tokens=7 pair=tiny $(ARGS)
+	@$(DRAWN) settings=published method=eagle3 method.nodes=7 method.width=1 method.max_draft_tokens=7 pair=tiny $(ARGS)
 	@$(SOME) experiment=vocab_trim settings=published pair=tiny_wide_draft,tiny generate=false $(ARGS)
 	@$(SOME) experiment=s2d_multi_target settings=published pair=tiny_wide,tiny_shallow_wide,tiny,tiny_shallow generate=false $(ARGS)
 	@$(SOME) experiment=mirror_sd settings=published method=sps,sps_ss,mirror_sd pair=tiny_wide,tiny generate=false $(ARGS)

@@ -244,3 +244,12 @@ def test_our_own_bounds_are_counted_apart():
     assert formats.cells(table).heads[1] == "whose bound" and [row[1] for row in texts(table)] == [
         *("paper", "paper", "ours", "paper", "ours")
     ]
+
+
+def test_a_rival_may_have_the_settings_that_a_paper_gave_it():
+    claim = KNOWN[0] | {"of": {"method": "kangaroo", "settings.nodes": 7}}
+    chain = published(1.8, pair="tiny_wide", settings={"nodes": 7})
+    tree = published(1.2, pair="tiny_wide", settings={"nodes": 59})
+    without = published(1.3, pair="tiny_wide", settings={})
+    assert claims.check(claim, runs_of(a=chain, b=tree, c=without)).fitting.estimate.value == 1.8
+    assert claims.check(claim, runs_of(b=tree, c=without)).fitting.verdict == "not measured"
