@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 TOKENS = 64  # of each answer that is looked at
 PLACES = 8  # of a draft that are printed
 HEALTHY = "healthy: no finding"
-NOTHING = "none"  # the drafter that drafts nothing
 
 
 def examine(cfg: DictConfig) -> int:
@@ -47,8 +46,8 @@ def examine(cfg: DictConfig) -> int:
     pair = load_pair(pair_for(cfg.pair, needs), cfg.seed, with_draft=needs.draft_model, trimmed=spec.trimmed)
     protocol = Protocol(pair, SamplingParams(TOKENS), cfg.protocol, cfg.seed, warmup_questions(cfg.data))
     # What a wrapper drafts itself says nothing of the weights and states of the drafter that it wraps.
-    inner = spec.drafter.get(WRAPPED) or {"name": NOTHING}
-    drafter = spec.drafter if inner["name"] == NOTHING else inner
+    inner = spec.drafter.get(WRAPPED)
+    drafter = inner if inner and inner["name"] != "none" else spec.drafter
     make = partial(make_drafter, drafter, pair=pair)
     base, findings = doctor.examine(pair, make, protocol.warm_up_requests(TOKENS))
     print(f"{drafter['name']} on {pair.name}: {_in_words(base)}")

@@ -91,10 +91,10 @@ def test_after_a_copied_draft_it_drafts_as_at_the_beginning_of_the_same_text(pai
         return draft
 
     drafter.inner.draft = noted
-    found = answers(pair, drafter, requests[:2])
+    generated = answers(pair, drafter, requests[:2])
     right = answers(pair, Autoregressive(pair), requests[:2])
-    assert [one.tokens for one in found] == [one.tokens for one in right]
-    copied = [step.stats["copied"] for one in found for step in one.steps if step.stats]
+    assert [one.tokens for one in generated] == [one.tokens for one in right]
+    copied = [step.stats["copied"] for one in generated for step in one.steps if step.stats]
     assert 3 < sum(copied) < len(copied) - 3, "both must draft"
     if auxiliary == "recycling":
         return  # it drafts from what it has seen of the whole answer
