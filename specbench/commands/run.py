@@ -2,8 +2,8 @@
 
 Hydra composes the configuration, all that needs no weights is checked, and each job is measured in a process
 of its own; `hydra/launcher=` says on which machine those of a sweep are. Exit code: 0 measured; 1 a run or some of
-its questions failed; 2 the command asks for what is not there or cannot work; 130 or 143 stopped by Ctrl-C or
-SIGTERM.
+its questions failed, or an answer is a violation; 2 the command asks for what is not there or cannot work; 130 or
+143 stopped by Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
@@ -101,6 +101,7 @@ def resume_state(job: Job) -> None:
     elif job.state == OK:
         print(f"already measured: {job.run_dir}", flush=True)
         job.ended(0)
+        certify(job)
     else:  # on another machine, when the process that had asked for it was gone
         end(job, 0)
 
@@ -116,9 +117,19 @@ def end(job: Job, code: int, reason: str | None = None) -> None:
 
         tables.print_run(read_run(job.run_dir))
         track(job.run_dir, job.cfg.tracker)
-    if code != 0:
+        certify(job)
+    if job.code != 0:
         print(f"error: {job.reason}; see {job.run_dir}", file=sys.stderr)
     print(job.run_dir, flush=True)
+
+
+def certify(job: Job) -> None:
+    """Makes violations the failure of a job, though it is measured and is not to be measured again."""
+    from specbench.report import remarks
+    from specbench.report.runs import read_run
+
+    if job.code == 0 and remarks.violates(read_run(job.run_dir).summary):
+        job.code, job.reason = 1, "answers are violations"
 
 
 def run_locally(run_dirs: Iterable[Path], _logs: Path) -> Generator[tuple[Path, int, str | None], None, None]:

@@ -297,6 +297,15 @@ def faults(summary: dict, with_baseline: bool = True, with_speed: bool = True) -
     return lines
 
 
+def violates(summary: dict) -> bool:
+    """Whether answers of any arm are violations, in a run whose rule of acceptance should allow none."""
+    counts = [summary["equivalence"], summary["baseline"]["equivalence"]]
+    if (engine := summary["engine"]) is not None:
+        counts.append(engine["again_equivalence"])
+    wrong = any(one["violation"] for one in counts) or bool(improbable(summary))
+    return wrong and summary["verification"] != TYPICAL
+
+
 def improbable(summary: dict) -> list[str]:
     """The arms whose tokens are too likely, or too unlikely, to be drawn from the target's distributions."""
     return [arm for arm, one in summary["likelihood"].items() if abs(one["standard_errors"]) > SURPRISE]

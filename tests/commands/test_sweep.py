@@ -77,6 +77,20 @@ def test_bad_input_is_told_once_wherever_the_job_was(capsys, tmp_path):
     assert capsys.readouterr() == (f"{tmp_path}\n", f"error: the vocabularies differ; see {tmp_path}\n")
 
 
+@pytest.mark.slow
+def test_a_violation_is_a_failure_that_is_not_measured_again(monkeypatch, capfd, tmp_path):
+    arguments = small_pair_and_questions(tmp_path)
+    measure_here(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("specbench.report.remarks.violates", lambda summary: True)
+    command = ["-m", "method=sps", *arguments, "seed=0,1", "rerun=false"]
+    for measured in ("", "already measured"):
+        code, out, err = run_main(monkeypatch, capfd, *command)
+        assert code == 1 and measured in out
+        assert measured or "error: answers are violations; see runs/" in err
+        assert states(tmp_path) == [OK, OK] and len(runs(tmp_path)) == 2
+
+
 # -- which sweep goes on
 
 

@@ -120,7 +120,8 @@ def test_wrong_tokens_are_violations_where_they_are_said(
 ):
     stubs = {"plain": Stub(answer), "speculative": Stub(answer, drafts=True)}
     stubs[arm].fault = fault
-    _, out, _, folder = run(*stubs.values())
+    code, out, err, folder = run(*stubs.values())
+    assert code == 1 and says(err, "answers are violations")
     summary = read_run(folder).summary
     assert summary["equivalence"]["violation"] == of_method
     assert summary["baseline"]["equivalence"]["violation"] == of_plain

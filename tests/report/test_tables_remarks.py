@@ -18,6 +18,16 @@ def test_what_is_wrong_with_a_run():
     assert remarks.faults(nothing()) == []
 
 
+def test_violations_of_any_arm_count_but_those_of_a_lossy_control():
+    many = {"violation": 1}
+    for arm in ({"equivalence": many}, {"baseline__equivalence": many}):
+        assert remarks.violates(changed(SUMMARY, **arm))
+        assert not remarks.violates(changed(SUMMARY, verification="typical", **arm))
+    assert remarks.violates(changed(SUMMARY, likelihood={"method": {"standard_errors": -9.0}}))
+    assert remarks.violates(changed(SERVED, engine__again_equivalence=many))
+    assert not any(remarks.violates(one) for one in (SUMMARY, SERVED, nothing(), changed(SUMMARY, failed=2)))
+
+
 def test_a_title_has_the_settings_that_are_set():
     title = remarks.title_text(changed(SUMMARY, settings={"nodes": None, "width": 4})).plain
     assert "(width=4) on" in title and "nodes" not in title
