@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -21,9 +22,11 @@ from methods.ragged import RaggedBatch
 from specbench.config.checks import check
 from specbench.config.spec import RunSpec, needs_of
 from specbench.data.questions import warmup_questions
+from specbench.decoding import engine
+from specbench.decoding.acceptance import Accepted
 from specbench.decoding.engine import Engine
-from specbench.decoding.sampling import SamplingParams
-from specbench.decoding.state import Request
+from specbench.decoding.sampling import SamplingParams, sample_inverse_cdf
+from specbench.decoding.state import Draft, Request
 from specbench.decoding.trace import Generation
 from specbench.measure import runner
 from specbench.measure.arms import BASELINE, METHOD
@@ -32,6 +35,7 @@ from specbench.measure.runner import prepare
 from specbench.models.pairs import Pair, load_pair
 from specbench.system.errors import UserError
 from specbench.system.paths import packaged
+from specbench.system.settings import LASTING, MEMORY
 from tests.support.conf import composed, drafts, inline, is_scheduler, lacks_part, names
 from tests.support.graphs import pretend, replays_by_round
 from tests.support.waits import Waits, watched
@@ -211,22 +215,61 @@ def test_samples_without_chance_in_drafts_are_the_targets(monkeypatch, bench, me
     if not needs_of(composed("bench", f"method={method}").method).sampling:
         pytest.skip(f"{method} does not sample")
     right = expected(pair_of(method), 0.8, 2)
+    chains = drawn_chains(monkeypatch)
     answers, waits = watched_answers(monkeypatch, bench, requests_of(bench, 0.8))
+    for tokens, drawn in chains:
+        assert tokens.equal(drawn), (
+            "a draft token is not drawn from the distribution that it is verified with"
+        )
     if bench.setup.drafter.deterministic:
         assert [answer.tokens for answer in answers] == right
     assert_one_wait(waits, LOOKS.get(method, {}), greedy=False)
+
+
+def drawn_chains(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Fills with the drawn chains to come: their tokens, and those that their places' numbers draw from `probs`."""
+    chains: list[tuple[torch.Tensor, torch.Tensor]] = []
+    verify = engine.accept
+
+    def spy(
+        logits: torch.Tensor,
+        draft: Draft,
+        decoding: SamplingParams,
+        uniforms: torch.Tensor | None,
+        limits: Any,
+    ) -> Accepted:
+        if draft.probs is not None and draft.tree is None:
+            assert uniforms is not None
+            numbers = uniforms[:, : draft.tokens.shape[1], 1 + uniforms.shape[2] // 2]
+            drawn, kept = sample_inverse_cdf(draft.probs, numbers), draft.acceptable()
+            drawn = drawn if kept is None else drawn.where(kept, draft.tokens)
+            chains.append((draft.tokens.clone(), drawn))
+        return verify(logits, draft, decoding, uniforms, limits)
+
+    monkeypatch.setattr(engine, "accept", spy)
+    return chains
+
+
+def test_no_answer_changes_what_is_drafted_for_the_next(bench, method):
+    """Else a repeat of a question, or its warm-up, would flatter the method: only `memory=run` may, and says so."""
+    if composed("bench", f"method={method}").method.get(MEMORY) == LASTING:
+        pytest.skip(f"{method} remembers answers, and says so")
+    requests = requests_of(bench, count=1)
+    first = answered(bench, requests)
+    again = bench.setup.answers(METHOD, requests)  # without forgetting
+    assert what_was_drafted(again) == what_was_drafted(first)
 
 
 def test_in_a_batch(monkeypatch, bench, method):
     """Each sequence gets its answer, and the batch waits for the device as often as one sequence does."""
     if not bench.setup.drafter.needs.batching:
         pytest.skip(f"{method} decodes one sequence at a time")
-    engine, requests = batch_engine(bench, method), requests_of(bench, count=4)
+    decoder, requests = batch_engine(bench, method), requests_of(bench, count=4)
     right = expected(pair_of(method), 0.0, 4)
     bench.setup.drafter.forget()
     bench.setup.set_reference_answers(requests)
     with watched(monkeypatch) as waits:
-        answers = engine.generate(requests)
+        answers = decoder.generate(requests)
     assert [answer.tokens for answer in answers] == right
     assert_one_wait(waits, LOOKS.get(method, {}))
 

@@ -136,7 +136,7 @@ def test_what_is_added_by_the_letter_passes_every_test(extended):
 
 
 def test_a_part_is_trained_and_drafts_by_the_letter(extended, tmp_path):
-    """In a copy of its own: tests of every method want a part of the embedded pair."""
+    """In a copy of its own: tests of every method want a part of the embedded pair, and get it in the end."""
     page = (ROOT / "docs" / "training-a-part.md").read_text(encoding="utf-8")
     found = dict(EXAMPLE.findall(page))
     assert len(found) == 5
@@ -169,6 +169,10 @@ def test_a_part_is_trained_and_drafts_by_the_letter(extended, tmp_path):
             one.summary["overall"]["acceptance_length"] > 1.08
             and one.summary["training"]["weights"]["steps"] == 100
         )
+    with (copy / "conf" / "pair" / "tiny_shallow.yaml").open("a", encoding="utf-8") as pair:
+        pair.write(f"  ahead: {tmp_path / 'ahead'}\n")
+    output, counts = run(copy, "[ahead", "tests/test_conformance.py", "tests/config/test_tuned.py")
+    assert counts.get("passed", 0) >= 8 and not {"failed", "error", "errors"} & counts.keys(), output
 
 
 def test_a_list_of_names_in_a_test_is_found(extended):

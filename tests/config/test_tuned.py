@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 
 import pytest
@@ -13,6 +14,7 @@ from specbench import CONF
 from specbench.config import checks
 from specbench.config.combinations import check_method, located
 from specbench.config.compose import compose_arguments, tuned_on
+from specbench.config.spec import RunSpec
 from specbench.config.tuned import settings_source
 from specbench.measure.metrics import summary as metrics
 from specbench.system.settings import parameters
@@ -22,21 +24,6 @@ from tests.support.synthetic import CONFIG, FACTS, answered
 
 METHODS = sorted(path.stem for path in (CONF / "method").glob("[!_]*.yaml"))
 TUNED = sorted((CONF / "tuned").glob("*/*.yaml"))
-WEIGHTS = (
-    "kangaroo",
-    "eagle3",
-    "s2d",
-    "pard",
-    "dflash",
-    "dspark",
-    "dflash2",
-    "peagle",
-    "mtp",
-    "streaming",
-    "rest",
-    "sps_tree",
-    "vocab_map",
-)
 
 
 def composed(*overrides: str):
@@ -128,7 +115,11 @@ def test_both_settings_of_every_method_can_run(method):
 @pytest.mark.first_fast
 @pytest.mark.parametrize("method", METHODS)
 def test_a_pair_that_was_not_tuned_has_the_published_settings(method):
-    weights = [f"++pair.parts.{name}=someone/something" for name in WEIGHTS]
+    named = re.findall(
+        r"pair\.parts\.(\w+)", (CONF / "method" / f"{method}.yaml").read_text(encoding="utf-8")
+    )
+    part = RunSpec.of(composed(f"method={method}", "pair=tiny")).needs.part
+    weights = [f"++pair.parts.{name}=someone/something" for name in {*named, part, "vocab_map"} - {None}]
     found = []
     for settings in ("published", "tuned"):
         cfg = composed(
