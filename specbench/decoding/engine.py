@@ -8,7 +8,7 @@ chooses the sequences of each round and their layout in memory.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -69,6 +69,9 @@ class Engine:
         scheduler: chooses the sequences of each round; None: one after the other.
         context_length: positions that a sequence may take; None for the target's.
 
+    Attributes:
+        observe: called with each round's batch, draft, logits and what is accepted, if it is set: for certificates.
+
     Raises:
         UserError: the drafter cannot batch, or its drafts are longer than the target's passes are wide.
     """
@@ -102,6 +105,7 @@ class Engine:
                 f"decoding.verify_width is {target.width}, but a draft and its pending token take up to "
                 f"{self.verify_tokens}: set decoding.verify_width={self.verify_tokens} or more, or null"
             )
+        self.observe: Callable[[Batch, Draft, torch.Tensor, Accepted], None] | None = None
         self._cache: KVCache | None = None
         self._size = 0, 0  # slots and capacity of the largest so far
 
@@ -238,6 +242,8 @@ class Engine:
         """Brings sequences, buffers and layout up to what is accepted."""
         b, k = draft.tokens.shape
         accepted = self._accept(batch, draft, logits)
+        if self.observe is not None:
+            self.observe(batch, draft, logits, accepted)
         if b == 1:
             # What is written after a sequence's new end is no token: the next round writes there again.
             self._tokens[0, batch.lengths[0] : batch.lengths[0] + 1 + k] = accepted.tokens[0]

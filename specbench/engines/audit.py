@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 SAMPLES, SAMPLE_TOKENS = 4, 32  # answers, and tokens of each, on which the rounding noise is measured
 SEEDS = 30  # answers to one prompt whose first tokens are compared with the referee's distribution
 EXPECTED = 5.0  # of a token among them, at least; rarer ones are counted together
+LEAST_ROUNDED, FAR = 3, 8.0  # departures that show rounding; times their median, at most, that it explains
 EXACT, TIE, VIOLATION = VERDICTS
 KEYS = {"id", "prompt", "messages", "tokens", "logprobs", "max_new_tokens"}
 
@@ -356,7 +357,7 @@ def arms_of(
         answers_by_arm: what an engine said, by the name of its configuration.
         cap: tokens of an answer at most; None: the longest answer's.
         tolerance: logits within which a departure is rounding; None: the noise that the referee measures, or what the
-            plain arm departs by, if that is more and within `ENGINE_NOISE`.
+            plain arm's rounding explains (`largest_rounding`), if that is more.
     """
     everything = [answer for answers in answers_by_arm.values() for answer in answers]
     if cap is None:
@@ -374,9 +375,16 @@ def arms_of(
 
 
 def largest_rounding(judged: Sequence[Judged]) -> float:
-    """The largest margin of some answers that rounding may explain, in logits."""
+    """The largest margin of some answers that rounding may explain, in logits.
+
+    Rounding that makes tokens differ does so at several places, and by amounts of one size. A single departure, or one
+    far beyond the others, is a fault: it must not become the bound for those of the other arm.
+    """
     margins = np.concatenate([one.margins for one in judged])
-    return float(margins[margins <= ENGINE_NOISE].max(initial=0.0))
+    margins = margins[(margins > 0.0) & (margins <= ENGINE_NOISE)]
+    if len(margins) < LEAST_ROUNDED:
+        return 0.0
+    return float(min(margins.max(), FAR * np.median(margins)))
 
 
 @dataclass(frozen=True)

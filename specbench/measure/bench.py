@@ -100,6 +100,7 @@ class Bench:
         for engine in self.setup.engines:  # one that failed has given its buffers up
             engine.reserve(in_order[METHOD])
         measured = self.conductor.measure(in_order)
+        leans = self.certifier.leans([by_arm[METHOD] for by_arm in requests.values()])
         records: dict[int, dict] = {}
         for i, (number, by_arm) in enumerate(requests.items()):
             attempts = {name: [attempt.answers[name][i] for attempt in measured.attempts] for name in order}
@@ -121,6 +122,8 @@ class Bench:
                     arm: asdict(self.certifier.likelihood(by_arm[arm], measured.answers[arm][i].tokens))
                     for arm in (BASELINE, METHOD)
                 }
+                if leans:
+                    record["likelihood"][METHOD]["lean"] = asdict(leans[i])
         return records
 
 

@@ -13,6 +13,7 @@ import torch
 from specbench.config.spec import POOL
 from specbench.decoding.sampling import TARGET, position_draws, truncate_at_stop
 from specbench.measure.arms import AGAIN, BASELINE, HF, METHOD
+from specbench.measure.lean import Lean, leans
 from specbench.measure.likelihood import Likelihood, likelihood
 from specbench.measure.metrics.metrics import VERDICTS
 from specbench.measure.numeric_noise import (
@@ -25,6 +26,7 @@ from specbench.measure.numeric_noise import (
     next_logits,
     shape_noise,
 )
+from specbench.system.settings import TOKEN
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
@@ -187,6 +189,18 @@ class Certifier:
         noise = 0.0 if target.dtype == torch.float32 else self.noise(METHOD)
         limit = decoding.max_new_tokens
         return likelihood(target, request.prompt, tokens, decoding.temperature, limit, stop_ids, noise)
+
+    def leans(self, requests: list[Request]) -> list[Lean]:
+        """How far the method's sampled answers lean towards their drafts; none where that cannot be seen.
+
+        That is so with another engine, and where drafts are verified as a block: which places are judged then depends
+        on later tokens.
+        """
+        drafter, decoding = self.setup.drafter, self.protocol.decoding
+        if not self.by_likelihood or drafter.deterministic or decoding.verification != TOKEN:
+            return []
+        own = [engine for engine in self.setup.engines if engine.drafter is drafter]
+        return leans(own[0], requests) if own else []
 
     def noise(self, arm: str) -> float:
         """The rounding noise in logits between an arm and the reference, on its answers to the warm-up questions.

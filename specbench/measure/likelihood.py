@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from specbench.measure.numeric_noise import forced_logits
+from specbench.measure.numeric_noise import forced_logits, forced_rows
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
     from specbench.decoding.model.staged_model import StagedModel
 
-BLOCK = 32  # tokens that the target is fed at a time
+BLOCK = 32  # tokens that are looked at at a time
 LEAST = -1e3  # log p of a token that is never drawn, whose share of a moment is 0
 BLURS = 8  # roundings at random whose distributions are averaged
 # Standard deviation of a logit / the rounding noise, which is twice the largest of some hundred changes of the distance
@@ -74,9 +74,19 @@ def likelihood(
         stop_ids: that end an answer.
         noise: as in `of_logits`.
     """
-    logits = forced_logits(target, prompt, [*tokens, 0], BLOCK)
+    logits = judging_logits(target, prompt, [*tokens, 0])
     drawn = with_stop(tokens, limit, stop_ids, logits[-1])
     return of_logits(logits[: len(drawn)], drawn, temperature, noise)
+
+
+def judging_logits(target: StagedModel, prompt: list[int], answer: list[int]) -> torch.Tensor:
+    """Logits [len(answer), vocab] by the model's own forward, so that no fault of our passes is judged by itself.
+
+    On a CPU in half precision such a pass may take seconds: there they are ours, of one token as in plain decoding.
+    """
+    if target.device.type == "cpu" and target.dtype != torch.float32:
+        return forced_logits(target, prompt, answer, block=1)
+    return forced_rows(target, prompt, answer, BLOCK, 1)[0]
 
 
 def with_stop(tokens: list[int], limit: int, stop_ids: Collection[int], logits: torch.Tensor) -> list[int]:

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, cast
 
 import yaml
 from rich.text import Text
+from scipy import stats
 
 from specbench import CONF, ROOT
 from specbench.config.spec import POOL
 from specbench.measure.metrics import summary as metrics
-from specbench.measure.metrics.statistics import Speedup
+from specbench.measure.metrics.statistics import CONFIDENCE, Speedup
 from specbench.report import cells, formats, remarks
 from specbench.report.compare import differing_conditions, hindrance
 from specbench.report.labels import method_label, named
@@ -331,7 +332,11 @@ def share_of_answers(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | N
     total = {name: sum(count[name] or 0 for count in counts) for name in ("exact", "tie", "violation")}
     remark = "{} runs: {exact} exact, {tie} ties, {violation} violations".format(len(counts), **total)
     equal = sum(total[name] for name in EQUAL[claim["measure"]])
-    return Speedup(equal / answers, None, None), remark
+    ends = stats.binomtest(equal, answers).proportion_ci(CONFIDENCE, method="exact")
+    if claim["measure"] == "certified":  # no number of answers shows that there never is another
+        share = f"at most {1 - ends.low:.1%} of answers can be others"
+        return Speedup(equal / answers, None, None), f"{remark}; {share}" if equal == answers else remark
+    return Speedup(equal / answers, ends.low, ends.high), remark
 
 
 def parameters(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import NormalDist
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
@@ -41,7 +41,7 @@ from specbench.report.training_data import tokens_seen
 from specbench.system.settings import TOKEN
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from rich.table import Table
 
@@ -136,8 +136,11 @@ class Decision:
 
     @cached_property
     def ranks(self) -> list[str]:
-        """What each alternative is, beside the fastest of those that gain."""
-        alone = [_rank(one) for one in self.alternatives]
+        """What each alternative is, beside the fastest of those that gain.
+
+        The fastest of many gains by chance more often than one: the level of each is divided by their number.
+        """
+        alone = [_rank(one, len(self.alternatives)) for one in self.alternatives]
         if GAINS not in alone:
             return alone
         best = alone.index(GAINS)
@@ -161,6 +164,8 @@ class Decision:
             best = self.alternatives[self.ranks.index(FASTEST)].summary
             what = f"{ranked[FASTEST][0]}{_size_in_words(best)}"
             parts = [f"Take {what} with {speedup_text(best['overall'])} times the baseline's speed"]
+            if (count := len(self.alternatives)) > 1:
+                parts.append(f"It is the best of {count}, so other questions will tend to show less")
             if AS_FAST in ranked:
                 parts.append(f"Not told apart from it: {named(ranked[AS_FAST])}")
         elif (lacking := self._lacking_interval) is not None:
@@ -205,9 +210,8 @@ class Decision:
 
         Of many such runs some differ by chance: the level of each is divided by their number.
         """
-        tail, count = (1 - CONFIDENCE) / 2, max(len(self.itself), 1)
-        wider = NormalDist().inv_cdf(1 - tail / count) / NormalDist().inv_cdf(1 - tail)
-        alarming = [run for run in self.itself if _differs(run, wider) and self._explained_by(run)]
+        count = len(self.itself)
+        alarming = [run for run in self.itself if _differs(run, count) and self._explained_by(run)]
         return max(alarming, key=lambda run: abs(math.log(run.summary["overall"]["speedup"])), default=None)
 
     def _explained_by(self, run: Run) -> list[str]:
@@ -221,18 +225,24 @@ class Decision:
         ]
 
 
-def _differs(run: Run, wider: float) -> bool:
-    """Whether the interval of the baseline against itself leaves out 1, so many times as wide (of the logarithm)."""
-    value, *ends = (run.summary["overall"][f"speedup{end}"] for end in ("", "_low", "_high"))
-    if None in ends:
-        return False
-    return verdict(*(value * (end / value) ** wider for end in ends)) != "no difference"
+def _differs(run: Run, count: int) -> bool:
+    """Whether the baseline against itself leaves out 1, one of so many runs that were looked at."""
+    return verdict(*_widened(run.summary["overall"], count)) in ("faster", "slower")
 
 
-def _rank(one: Alternative) -> str:
-    """What an alternative is beside the baseline."""
-    overall = one.summary["overall"]
-    return NONE if one.faults else OF_VERDICT[verdict(overall["speedup_low"], overall["speedup_high"])]
+def _rank(one: Alternative, count: int) -> str:
+    """What an alternative is beside the baseline, one of so many from which the fastest is chosen."""
+    return NONE if one.faults else OF_VERDICT[verdict(*_widened(one.summary["overall"], count))]
+
+
+def _widened(overall: Mapping[str, Any], count: int) -> tuple[float | None, float | None]:
+    """The interval of a speedup at the level that one of `count` needs (Bonferroni), widened in its logarithm."""
+    value, low, high = (overall[f"speedup{end}"] for end in ("", "_low", "_high"))
+    if low is None or high is None:
+        return low, high
+    tail = (1 - CONFIDENCE) / 2
+    wider = NormalDist().inv_cdf(1 - tail / count) / NormalDist().inv_cdf(1 - tail)
+    return value * (low / value) ** wider, value * (high / value) ** wider
 
 
 def decisions(runs: Iterable[Run]) -> list[Decision]:

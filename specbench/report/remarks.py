@@ -247,6 +247,7 @@ def likelihood_line(summary: dict) -> str:
     parts = [
         f"{plain if arm == 'baseline' else arm} {one['logprob']:.3f}, "
         f"{one['standard_errors']:+.1f} standard errors off"
+        + (f", {lean:+.1f} towards its drafts" if (lean := one.get("lean")) is not None else "")
         for arm, one in summary["likelihood"].items()
     ]
     return f"mean log p of drawn tokens: {'; '.join(parts)}" if parts else ""
@@ -307,8 +308,12 @@ def violates(summary: dict) -> bool:
 
 
 def improbable(summary: dict) -> list[str]:
-    """The arms whose tokens are too likely, or too unlikely, to be drawn from the target's distributions."""
-    return [arm for arm, one in summary["likelihood"].items() if abs(one["standard_errors"]) > SURPRISE]
+    """The arms whose tokens are too likely, too unlikely or too like their drafts to be the target's draws."""
+    return [
+        arm
+        for arm, one in summary["likelihood"].items()
+        if abs(one["standard_errors"]) > SURPRISE or abs(one.get("lean") or 0.0) > SURPRISE
+    ]
 
 
 def engine_faults(summary: dict) -> list[str]:

@@ -8,6 +8,8 @@ import math
 import sys
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import SamplingParams
 from specbench.engines.audit import (
     EXACT,
+    FAR,
     TIE,
     VIOLATION,
     Answered,
@@ -26,6 +29,7 @@ from specbench.engines.audit import (
     Referee,
     arms_of,
     first_tokens,
+    largest_rounding,
     likelihoods,
     read_answers,
     same_answers,
@@ -237,11 +241,25 @@ def test_the_plain_arm_says_how_much_an_engine_rounds():
     far, distance = departed(-1)
     assert gap < ENGINE_NOISE < distance
     referee = Referee(pair, 0.0)
-    for plain, verdict in ((near, {TIE: 1}), (far, {VIOLATION: 1})):
-        files = {"plain": [answered(plain, cap=None)], "answers": [answered(near, cap=None)]}
+    cases: tuple = (
+        ([near] * 3, {TIE: 1}),
+        ([near], {VIOLATION: 1}),  # one departure may as well be a fault
+        ([far] * 3, {VIOLATION: 1}),
+    )
+    for plain, verdict in cases:
+        files = {"plain": [answered(one, cap=None) for one in plain], "answers": [answered(near, cap=None)]}
         arms = arms_of(referee, files, None, None)
         assert arms[1].verdicts == verdict
-    assert arms[0].verdicts == {VIOLATION: 1}
+    assert arms[0].verdicts == {VIOLATION: 3}
+
+
+def test_a_fault_of_the_plain_arm_is_not_the_size_of_its_rounding():
+    def judged(*margins: float) -> list[Any]:
+        return [SimpleNamespace(margins=np.array([0.0, *margins]))]
+
+    assert largest_rounding(judged(0.01, 0.02, 0.06)) == 0.06
+    assert largest_rounding(judged(0.01, 0.02, 0.03, 0.45)) == pytest.approx(FAR * 0.025)
+    assert largest_rounding(judged(0.45, 0.01)) == 0.0 == largest_rounding(judged(2.0, 3.0, 4.0))
 
 
 def drawn(pair, count: int, temperature: float, prompt=PROMPT, new: int = 10) -> list[Answered]:

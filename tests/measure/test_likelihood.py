@@ -117,6 +117,7 @@ def test_a_run_sums_over_its_answers():
     assert numbers["method"] == {
         "logprob": -0.5,
         "standard_errors": pytest.approx(-8.0 * count / (4.0 * count) ** 0.5),
+        "lean": None,
     }
     assert numbers["baseline"]["standard_errors"] == pytest.approx(count / (4.0 * count) ** 0.5)
 

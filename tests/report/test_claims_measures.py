@@ -66,7 +66,8 @@ def test_the_share_of_certified_answers():
     claim = {"measure": "certified", "of": {"method": "kangaroo"}, "at_least": 1.0}
     checked = found(claim, runs_of(a=SUMMARY, b=faster(1.0)))
     assert checked.estimate.value == 1.0 and checked.verdict == "supported"
-    assert checked.remark == "2 runs: 158 exact, 2 ties, 0 violations"
+    most = "at most 2.3% of answers can be others"
+    assert checked.remark == f"2 runs: 158 exact, 2 ties, 0 violations; {most}"
     checked = found(claim, runs_of(a=SUMMARY, b=wrong(), c=nothing(), d=wrong() | {"method": "pld"}))
     assert checked.estimate.value == 157 / 160 and checked.verdict == "not supported"
     assert checked.remark == "3 runs: 156 exact, 1 ties, 3 violations"
@@ -82,6 +83,18 @@ def test_the_share_of_equal_answers_counts_no_tie():
     assert checked.estimate.value == 158 / 160 and checked.verdict == "not supported"
     assert checked.remark == "2 runs: 158 exact, 2 ties, 0 violations"
     assert found(claim, runs[2:]).verdict == "not measured"
+
+
+def test_a_share_of_few_answers_has_a_wide_interval():
+    claim = {"measure": "exact", "of": {"method": "eqspec"}, "at_least": 0.95}
+
+    def verdict_of(exact: int) -> tuple:
+        counts = {"answers": exact, "exact": exact, "tie": 0, "violation": 0}
+        checked = found(claim, runs_of(a=SUMMARY | {"method": "eqspec", "equivalence": counts}))
+        return checked.verdict, checked.estimate.low
+
+    assert verdict_of(7) == ("supported (point estimate)", pytest.approx(0.590, abs=1e-3))
+    assert verdict_of(126) == ("supported", pytest.approx(0.971, abs=1e-3))
 
 
 def test_equality_is_claimed_of_the_papers_own_methods_alone():

@@ -51,6 +51,7 @@ def likelihoods(records: list[dict]) -> dict[str, dict]:
 
     - logprob: mean log p of a token.
     - standard_errors: how many the tokens are less likely than drawn ones (negative), or likelier.
+    - lean: how many the method's lean towards its drafts (positive), or away from them; None where no chain was drawn.
     """
     turns = (turn.get("likelihood") for record in records for turn in record["turns"])
     drawn = list(filter(None, turns))
@@ -60,7 +61,15 @@ def likelihoods(records: list[dict]) -> dict[str, dict]:
     for arm in (ARMS["engine"], "method"):
         answers = [one[arm] for one in drawn]
         logprob, tokens = (sum(one[key] for one in answers) for key in ("logprob", "tokens"))
-        by_arm[arm] = {"logprob": ratio(logprob, tokens), "standard_errors": errors_of(answers)}
+        leans = [
+            one.get("lean") or {"total": 0.0, "variance": 0.0} for one in answers
+        ]  # older records lack it
+        total, variance = (sum(one[key] for one in leans) for key in ("total", "variance"))
+        by_arm[arm] = {
+            "logprob": ratio(logprob, tokens),
+            "standard_errors": errors_of(answers),
+            "lean": total / math.sqrt(variance) if variance > 0.0 else None,
+        }
     return by_arm
 
 
