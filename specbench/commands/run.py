@@ -128,7 +128,7 @@ def certify(job: Job) -> None:
     from specbench.report import remarks
     from specbench.report.runs import read_run
 
-    if job.code == 0 and remarks.violates(read_run(job.run_dir).summary):
+    if job.code == 0 and job.run_dir is not None and remarks.violates(read_run(job.run_dir).summary):
         job.code, job.reason = 1, "answers are violations"
 
 

@@ -117,13 +117,17 @@ class Bench:
             for key, arms in self.setup.judged.items():
                 of_arms = (self.certifier.judge(arm, by_arm, attempts, first) for arm in arms)
                 record[key] = asdict(worst(of_arms))
+            if repeat == 0:  # later ones give the same answers
+                chance = self.certifier.tie_chance(by_arm[self.setup.reference], first)
+                record |= {} if chance is None else {"tie_chance": chance}
             if self.certifier.by_likelihood:
-                record["likelihood"] = {
+                likely = {
                     arm: asdict(self.certifier.likelihood(by_arm[arm], measured.answers[arm][i].tokens))
                     for arm in (BASELINE, METHOD)
                 }
                 if leans:
-                    record["likelihood"][METHOD]["lean"] = asdict(leans[i])
+                    likely[METHOD]["lean"] = asdict(leans[i])
+                record["likelihood"] = likely
         return records
 
 

@@ -24,7 +24,9 @@ from specbench.measure.numeric_noise import (
     forced_logits,
     foreign_noise,
     next_logits,
+    shape_changes,
     shape_noise,
+    tie_chance,
 )
 from specbench.system.settings import TOKEN
 
@@ -202,6 +204,18 @@ class Certifier:
         own = [engine for engine in self.setup.engines if engine.drafter is drafter]
         return leans(own[0], requests) if own else []
 
+    def tie_chance(self, request: Request, first: list[int]) -> float | None:
+        """How likely rounding makes a method's answer differ from the reference's; None where that is not worked out.
+
+        That is so for sampled answers, batches, other engines, passes of one width, and float32: there ties are so few
+        that each is worth a look.
+        """
+        setup, target = self.setup, self.setup.target
+        alone = setup.served is None and setup.spec.unit != POOL and target.width is None
+        if not alone or target.dtype == torch.float32 or not self.protocol.decoding.greedy:
+            return None
+        return tie_chance(target, request.prompt, first, self._changes)
+
     def noise(self, arm: str) -> float:
         """The rounding noise in logits between an arm and the reference, on its answers to the warm-up questions.
 
@@ -230,6 +244,13 @@ class Certifier:
         if setup.spec.unit == POOL:
             noise = max(noise, batch_noise(setup.target, self._samples, setup.spec.batch_size))
         return noise
+
+    @cached_property
+    def _changes(self) -> torch.Tensor:
+        """Between such passes, place by place; none is larger than rounding, and one, unseen, is as large as that."""
+        setup, noise = self.setup, self._noise_of_shapes
+        changes = shape_changes(setup.target, self._samples, setup.drafter.max_nodes > 0, setup.verify_tokens)
+        return torch.cat([changes.clamp(max=noise / 2), changes.new_tensor([noise])])
 
     @cached_property
     def _noise_of_served(self) -> float:

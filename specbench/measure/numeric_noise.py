@@ -144,6 +144,41 @@ def shape_noise(
     return 2 * (max(largest, step) if trees else largest)
 
 
+def shape_changes(
+    target: StagedModel,
+    samples: list[tuple[list[int], list[int]]],
+    trees: bool = False,
+    widest: int = max(BLOCKS),
+) -> torch.Tensor:
+    """All changes [n] of which `shape_noise` takes the largest, in logits, without signs; its arguments."""
+    blocks = {min(block, target.width or block) for block in (*BLOCKS, widest)}
+    changes = []
+    for prompt, answer in samples:
+        top, gap = first_two(target, prompt, answer)
+        passes = [forced_logits(target, prompt, answer, n) for n in blocks]
+        passes += [tree_logits(target, prompt, answer, max(blocks))] if trees else []
+        changes += [(logits.gather(-1, top).diff() - gap).abs().flatten() for logits in passes]
+    return torch.cat(changes)
+
+
+def tie_chance(target: StagedModel, prompt: list[int], answer: list[int], changes: torch.Tensor) -> float:
+    """How likely rounding makes an answer depart from the one that token-by-token decoding gives.
+
+    It does at the first place where the target's first two choices lie closer than a change in the direction that
+    swaps them; one change in two has it.
+
+    Args:
+        target: that was decoded with.
+        prompt: token ids.
+        answer: token ids of autoregressive decoding.
+        changes: [n] in logits, as `shape_changes` measures them.
+    """
+    # Where the gap itself is off by a change does not matter on average, and wide passes are fewer.
+    gap = forced_logits(target, prompt, answer, max(BLOCKS)).topk(2).values.diff().abs()
+    swaps = (changes[None] > gap).float().mean(-1) / 2
+    return 1.0 - float((1.0 - swaps).prod())
+
+
 def model_noise(target: StagedModel, samples: list[tuple[list[int], list[int]]]) -> float:
     """As `shape_noise`, between autoregressive decoding of ours and of the model's own forward.
 

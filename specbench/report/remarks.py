@@ -25,6 +25,7 @@ EXPANDED = "text and acceptance are those of the embedded family, times and size
 DISTURBED = "others were busy on this machine for {} of the time that counts"
 WORST_DISTURBED = 0.1  # of the time that counts, above which a run warns of it first
 STOLEN_SHOWN = 0.001
+UNLIKELY = 1e-4  # p value of as many ties as there are
 ONE_POOL = "interval over repeats of one pool: timing noise only"
 
 
@@ -287,6 +288,9 @@ def faults(summary: dict, with_baseline: bool = True, with_speed: bool = True) -
     if counts["violation"]:
         whose = "the target's own" if summary.get("engine") is None else "those of its plain arm"
         lines.append(f"VIOLATION: {counts['violation']} of {counts['answers']} answers are not {whose}")
+    if too_many_ties(summary):
+        ties = summary["ties"]
+        lines.append(f"VIOLATION: {ties['count']} ties, where rounding explains {ties['expected']:.1f}")
     for arm in improbable(summary) if summary["engine"] is None else []:
         lines.append(f"VIOLATION: answers of the {arm} are not drawn from the target's distributions")
     if summary["verification"] == TYPICAL:
@@ -303,7 +307,7 @@ def violates(summary: dict) -> bool:
     counts = [summary["equivalence"], summary["baseline"]["equivalence"]]
     if (engine := summary["engine"]) is not None:
         counts.append(engine["again_equivalence"])
-    wrong = any(one["violation"] for one in counts) or bool(improbable(summary))
+    wrong = any(one["violation"] for one in counts) or bool(improbable(summary)) or too_many_ties(summary)
     return wrong and summary["verification"] != TYPICAL
 
 
@@ -314,6 +318,20 @@ def improbable(summary: dict) -> list[str]:
         for arm, one in summary["likelihood"].items()
         if abs(one["standard_errors"]) > SURPRISE or abs(one.get("lean") or 0.0) > SURPRISE
     ]
+
+
+def too_many_ties(summary: dict) -> bool:
+    """Whether more answers are ties than rounding makes: a rule that is lossy by less than the noise."""
+    ties = summary.get("ties")
+    return ties is not None and ties["p_value"] < UNLIKELY
+
+
+def ties_line(summary: dict) -> str:
+    """How many ties there are beside what rounding makes; nothing where that was not worked out, or none of either."""
+    ties = summary.get("ties")
+    if ties is None or max(ties["count"], ties["expected"]) < 0.5:
+        return ""
+    return f"{ties['count']} ties, where rounding explains {ties['expected']:.1f}"
 
 
 def engine_faults(summary: dict) -> list[str]:

@@ -48,6 +48,7 @@ def run_table(summary: dict) -> Table:
     caption = remarks.baseline_line(summary["baseline"]) if engine is None else remarks.engine_line(summary)
     for line in (
         remarks.likelihood_line(summary),
+        remarks.ties_line(summary),
         remarks.batch_line(summary),
         *summary.get("notes", ()),
         remarks.acceptance_line(summary["overall"]),

@@ -223,6 +223,27 @@ def equivalence(records: list[dict], key: str = "equivalence") -> dict:
     }
 
 
+def ties(records: list[dict]) -> dict | None:
+    """Answers that rounding alone explains, and how many it should make; None where that was not worked out.
+
+    A lossy rule that departs from the target by less than rounding does makes ties, too: they are too many. Repeats of
+    an answer count once.
+
+    - count: ties.
+    - expected: the sum of the answers' chances.
+    - p_value: of as many or more, by Poisson's distribution.
+    """
+    turns = [turn for record in records for turn in record["turns"]]
+    judged = [turn for turn in turns if turn.get("tie_chance") is not None and turn["equivalence"]["verdict"]]
+    if not judged:
+        return None
+    from scipy import stats  # late: it takes a second
+
+    count = sum(turn["equivalence"]["verdict"] == "tie" for turn in judged)
+    expected = sum(turn["tie_chance"] for turn in judged)
+    return {"count": count, "expected": expected, "p_value": float(stats.poisson.sf(count - 1, expected))}
+
+
 def stats_of(owners: Iterable[type[Drafter | Scheduler]], rounds: pd.DataFrame) -> dict[str, Any]:
     """The numbers that drafters and schedulers keep of their rounds, summarised by their classes."""
     return {name: value for owner in owners for name, value in owner.summarise(rounds).items()}

@@ -28,6 +28,7 @@ from specbench.measure.metrics.metrics import (
     equivalence,
     numbers,
     speedups,
+    ties,
 )
 from specbench.measure.metrics.statistics import LEAST_PASSES, Speedup, ratio_of_means
 from specbench.measure.metrics.timing import ARMS, paired_seconds, pools_of, turn_means, unit_seconds
@@ -109,6 +110,7 @@ def summary(records: list[dict], facts: dict, config: dict) -> dict:
         **{key: facts.get(key) for key in OF_NEWER_FACTS},
         "engine": engine_numbers(every, generations, facts),
         "likelihood": likelihoods(every),
+        "ties": ties(every),
         "training": facts.get("training", {}),
         "trained_weights": facts.get("trained_weights", {}),
         "overall": overall,

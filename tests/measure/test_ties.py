@@ -1,0 +1,66 @@
+"""How many ties rounding makes: a rule that is lossy by less than the noise makes more, and is found by that."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from specbench.measure import numeric_noise
+from specbench.measure.metrics.metrics import ties
+from specbench.measure.numeric_noise import shape_changes, shape_noise, tie_chance
+from specbench.report import remarks
+from tests.support.samples import SUMMARY, changed
+
+
+def turn(verdict: str | None, chance: float | None) -> dict:
+    return {"equivalence": {"verdict": verdict}} | ({} if chance is None else {"tie_chance": chance})
+
+
+def test_the_chance_of_a_tie_is_that_of_a_change_beyond_the_gap(monkeypatch):
+    logits = torch.tensor([[3.0, 1.0, 0.0], [2.0, 1.9, 0.0], [1.0, 1.0, 0.0]])
+    monkeypatch.setattr(numeric_noise, "forced_logits", lambda *_: logits)
+    changes = torch.tensor([0.0, 0.05, 0.05, 0.2])
+    # One change in four is beyond 0.1, three in four beyond 0; half of them swap the two.
+    assert tie_chance(None, [1], [0, 0, 0], changes) == pytest.approx(1 - (1 - 1 / 8) * (1 - 3 / 8))
+
+
+def test_changes_are_those_of_which_the_noise_is_the_largest(monkeypatch):
+    def by_block(target, prompt, answer, block: int) -> torch.Tensor:
+        """A block of n tokens moves the first choice by n / 100."""
+        logits = torch.tensor([[3.0, 1.0, 0.0]] * len(answer))
+        return logits + torch.tensor([block / 100 if block > 1 else 0.0, 0.0, 0.0])
+
+    monkeypatch.setattr(numeric_noise, "forced_logits", by_block)
+    monkeypatch.setattr(numeric_noise, "model_change", lambda *_: (1.0, 0.0))
+    target, samples = SimpleNamespace(width=None), [([1, 3], [5, 6, 7])]
+    changes = shape_changes(target, samples, widest=12)
+    assert sorted(changes.tolist()) == pytest.approx(sorted([0.02, 0.04, 0.06, 0.08, 0.12] * 3), abs=1e-6)
+    assert (
+        shape_noise(target, samples, widest=12)
+        == pytest.approx(2 * float(changes.max()))
+        == pytest.approx(0.24)
+    )
+
+
+def test_ties_are_counted_beside_what_is_expected():
+    records = [
+        {"turns": [turn("tie", 0.1), turn("exact", 0.2)]},
+        {"turns": [turn("tie", None), turn(None, 0.5)]},  # a later repeat, a sampled answer
+    ]
+    found = ties(records)
+    assert found["count"] == 1 and found["expected"] == pytest.approx(0.3)
+    assert found["p_value"] == pytest.approx(1 - torch.exp(torch.tensor(-0.3)).item(), abs=1e-6)
+    assert ties([{"turns": [turn("tie", None)]}]) is None
+
+
+def test_too_many_ties_are_a_violation():
+    few = changed(SUMMARY, ties={"count": 3, "expected": 2.1, "p_value": 0.35})
+    many = changed(SUMMARY, ties={"count": 16, "expected": 3.2, "p_value": 3e-7})
+    assert not remarks.violates(few) and remarks.faults(few) == []
+    assert remarks.violates(many) and remarks.faults(many)[0].startswith(
+        "VIOLATION: 16 ties, where rounding explains 3.2"
+    )
+    assert remarks.ties_line(few) == "3 ties, where rounding explains 2.1"
+    assert remarks.ties_line(SUMMARY) == ""
