@@ -250,6 +250,8 @@ def drawn_chains(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.Tensor, to
     return chains
 
 
+@pytest.mark.one_in(2)
+@pytest.mark.slow
 def test_no_answer_changes_what_is_drafted_for_the_next(bench, method):
     """Else a repeat of a question, or its warm-up, would flatter the method: only `memory=run` may, and says so."""
     if composed("bench", f"method={method}").method.get(MEMORY) == LASTING:

@@ -201,8 +201,8 @@ class Certifier:
         drafter, decoding = self.setup.drafter, self.protocol.decoding
         if not self.by_likelihood or drafter.deterministic or decoding.verification != TOKEN:
             return []
-        own = [engine for engine in self.setup.engines if engine.drafter is drafter]
-        return leans(own[0], requests) if own else []
+        engine = next((one for one in self.setup.engines if one.drafter is drafter), None)
+        return [] if engine is None else leans(engine, requests)
 
     def tie_chance(self, request: Request, first: list[int]) -> float | None:
         """How likely rounding makes a method's answer differ from the reference's; None where that is not worked out.

@@ -44,7 +44,7 @@ def leans(engine: Engine, requests: list[Request]) -> list[Lean]:
     Returns:
         Of each request; nothing is summed where a draft is a tree, or verified as a block.
     """
-    found = [Lean() for _ in requests]
+    answers = [Lean() for _ in requests]
 
     def look(batch: Batch, draft: Draft, logits: torch.Tensor, accepted: Accepted) -> None:
         if draft.probs is None or draft.tree is not None:
@@ -59,7 +59,7 @@ def leans(engine: Engine, requests: list[Request]) -> list[Lean]:
         judged = torch.arange(k, device=q.device) <= accepted.count.unsqueeze(1)
         sums = torch.stack([apart, square - mean.square()]).where(judged, 0.0).sum(-1).tolist()
         for one, total, variance in zip(batch.sequences, *sums):
-            of_answer = found[one.request_index]
+            of_answer = answers[one.request_index]
             of_answer.total += total
             of_answer.variance += variance
 
@@ -70,4 +70,4 @@ def leans(engine: Engine, requests: list[Request]) -> list[Lean]:
     finally:
         engine.observe = None
         engine.drafter.restore(learnt)
-    return found
+    return answers
