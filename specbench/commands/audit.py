@@ -49,6 +49,8 @@ def audit(cfg: DictConfig) -> int:
         raise UserError(f"there is no file '{missing[0]}'")
     if cfg.out is not None and (Path(cfg.out).is_dir() or not Path(cfg.out).parent.is_dir()):
         raise UserError(f"out={cfg.out}: name a file in a folder that is there")
+    if cfg.out is not None and Path(cfg.out).resolve() in [path.resolve() for path in files.values()]:
+        raise UserError(f"out={cfg.out} would replace answers that are judged: name another file")
     # Late: torch takes seconds.
     from specbench.engines.audit import Referee, arms_of, first_tokens, likelihoods, read_answers
     from specbench.models.devices import name_of

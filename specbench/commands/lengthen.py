@@ -58,6 +58,8 @@ def lengthen(cfg: DictConfig) -> Path:
             f"lengths={max(cfg.lengths)} and room={cfg.room} for an answer do not fit into the context of "
             f"{pair.context_length} tokens"
         )
+    if cfg.conversations and Path(cfg.conversations).resolve() == Path(cfg.out).resolve():
+        raise UserError(f"out={cfg.out} would replace the conversations: name another file")
     texts = documents(cfg, pair)
     rows: list[dict] = []
     for length in tqdm(cfg.lengths, unit="length"):

@@ -362,10 +362,12 @@ def is_finished(cfg: DictConfig) -> bool:
     """Whether the folder of a training holds its result, which is then printed.
 
     Raises:
-        UserError: it holds the result of another one.
+        UserError: it holds the result of another one, or a model that no training has made.
     """
     out = Path(cfg.out)
     if not (out / RECORD).exists():
+        if (out / "config.json").exists() and not (out / "checkpoints").exists():
+            raise UserError(f"{out} holds a model that is no training's: name another folder with out=")
         return False
     if not (out / CONDITIONS).exists():
         raise UserError(

@@ -425,6 +425,13 @@ def test_a_file_that_is_not_there_is_told_before_the_target_is_loaded(monkeypatc
         assert code == 2 and "there is no file 'none.jsonl'" in errors
 
 
+def test_no_report_replaces_the_answers(monkeypatch, capfd, tmp_path):
+    answers = tmp_path / "a.jsonl"
+    answers.write_text("{}")
+    code, _, err = run_audit(monkeypatch, capfd, f"{answers}", "pair=tiny", f"out={answers}")
+    assert code == 2 and "would replace answers" in err and answers.read_text() == "{}"
+
+
 @pytest.mark.parametrize("words", [["out="], ["out=none/report.json"], ["temperature=1e-300"]])
 def test_what_cannot_work_is_told_before_the_target_is_loaded(monkeypatch, capfd, words):
     monkeypatch.setattr(pairs, "load_pair", None)

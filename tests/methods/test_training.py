@@ -10,6 +10,7 @@ import subprocess
 import sys
 from functools import partial
 from itertools import repeat
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -259,6 +260,16 @@ def test_a_record_says_what_the_text_is_and_was_cleared_of(workplace, tmp_path):
     record = read_json(tmp_path / "out" / RECORD)
     assert (record["data"], record["questions"]) == (began_with, questions)
     assert record["left_out"] == 1 and record["states"] is None
+
+
+def test_a_model_of_the_users_is_not_replaced(workplace, tmp_path):
+    cfg = training_settings("train_kangaroo", workplace, tmp_path, "steps=1", "save_every=1")
+    out = Path(cfg.out)
+    out.mkdir(parents=True)
+    (out / "config.json").write_text("{}")
+    with pytest.raises(UserError, match="holds a model that is no training's"):
+        kangaroo_train.train(cfg)
+    assert [path.name for path in out.iterdir() if path.is_file()] == ["config.json"]
 
 
 @pytest.mark.slow
