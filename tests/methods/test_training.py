@@ -265,7 +265,7 @@ def test_a_record_says_what_the_text_is_and_was_cleared_of(workplace, tmp_path):
 def test_a_model_of_the_users_is_not_replaced(workplace, tmp_path):
     cfg = training_settings("train_kangaroo", workplace, tmp_path, "steps=1", "save_every=1")
     out = Path(cfg.out)
-    out.mkdir(parents=True)
+    out.mkdir(parents=True, exist_ok=True)
     (out / "config.json").write_text("{}")
     with pytest.raises(UserError, match="holds a model that is no training's"):
         kangaroo_train.train(cfg)
