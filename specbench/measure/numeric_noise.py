@@ -126,18 +126,11 @@ def shape_noise(
     Returns:
         Logits; 0 where all passes have one width and there are no trees.
     """
-    blocks = {min(block, target.width or block) for block in (*BLOCKS, widest)}
-    firsts = [first_two(target, prompt, answer) for prompt, answer in samples]
-    ours = max(
-        change(forced_logits(target, prompt, answer, n), top, gap)
-        for (prompt, answer), (top, gap) in zip(samples, firsts)
-        for n in blocks
-    )
-    if trees:
-        passes = (tree_logits(target, *sample, max(blocks)) for sample in samples)
-        ours = max(ours, *(change(logits, *first) for logits, first in zip(passes, firsts)))
+    ours = shape_changes(target, samples, trees, widest).max().item()
     if ours == 0.0 and not trees:
         return 0.0
+    blocks = {min(block, target.width or block) for block in (*BLOCKS, widest)}
+    firsts = [first_two(target, prompt, answer) for prompt, answer in samples]
     model, step = model_change(target, samples, firsts, blocks)
     largest = ours if ours <= NOT_ROUNDING * model else model
     # At one width few nodes of trees round otherwise, and short samples may hold none of them.

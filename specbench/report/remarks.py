@@ -289,8 +289,7 @@ def faults(summary: dict, with_baseline: bool = True, with_speed: bool = True) -
         whose = "the target's own" if summary.get("engine") is None else "those of its plain arm"
         lines.append(f"VIOLATION: {counts['violation']} of {counts['answers']} answers are not {whose}")
     if too_many_ties(summary):
-        ties = summary["ties"]
-        lines.append(f"VIOLATION: {ties['count']} ties, where rounding explains {ties['expected']:.1f}")
+        lines.append(f"VIOLATION: {ties_line(summary)}")
     for arm in improbable(summary) if summary["engine"] is None else []:
         lines.append(f"VIOLATION: answers of the {arm} are not drawn from the target's distributions")
     if summary["verification"] == TYPICAL:
