@@ -27,6 +27,7 @@ from specbench.config.spec import POOL
 from specbench.measure.arms import BASELINE, METHOD
 from specbench.measure.draft_length import Adaptive, Constant, Goodput, costs_by_length, listed_costs
 from specbench.measure.metrics.dataframes import steps_frame
+from specbench.measure.metrics.statistics import speedup
 from specbench.measure.metrics.timing import ARMS
 from specbench.report.cells import NUMBER, PlainTable, console, number_text
 from specbench.report.compare import warnings
@@ -59,7 +60,7 @@ class Answer:
         limited: whether it ended for its length: drafts were no longer than what was left of it.
         baseline_seconds: that autoregressive decoding took for it, prompt included.
         prefill_seconds: that the method took for its prompt.
-        scale: the baseline's tokens after the first one / the method's.
+        baseline_tokens: after the first one.
     """
 
     right: np.ndarray
@@ -67,7 +68,7 @@ class Answer:
     limited: bool
     baseline_seconds: float
     prefill_seconds: float
-    scale: float
+    baseline_tokens: int
 
 
 @dataclass(frozen=True)
@@ -146,9 +147,10 @@ class Recorded:
                     plain = turn["arms"][ARMS[quoted]][i]
                     if key in rounds:
                         right, ends = _guesses(rounds[key], len(answer["tokens"]))
-                        scale = (len(plain["tokens"]) - 1) / len(right)
                         limited, prefill = answer["finish"] == "length", answer["prefill_seconds"] or 0.0
-                        yield Answer(right, ends, limited, plain["seconds"], prefill, scale)
+                        yield Answer(
+                            right, ends, limited, plain["seconds"], prefill, len(plain["tokens"]) - 1
+                        )
 
 
 def _seconds(rounds: pd.DataFrame) -> pd.Series:
@@ -209,8 +211,8 @@ def play(recorded: Recorded, costs: Sequence[float] | None, rule: Constant, orac
     """
     rng = np.random.default_rng(0)
     by_length = None if costs is None else costs_by_length(costs, recorded.longest)
-    tokens = passes = 0
-    method_seconds = baseline_seconds = 0.0
+    tokens = baseline_tokens = passes = 0
+    prefill = decoding = baseline = 0.0
     for answer in recorded.answers:
         for _ in range(DRAWS):
             drawn = rng.random(len(answer.right)) < recorded.after_full
@@ -220,12 +222,13 @@ def play(recorded: Recorded, costs: Sequence[float] | None, rule: Constant, orac
             passes += len(rounds)
             if by_length is not None:
                 drafted = [accepted if oracle else drafted for drafted, accepted in rounds]
-                # Scaled to the baseline's number of tokens, as a measured speedup is.
-                decoding = by_length[drafted].sum() * recorded.baseline_round * answer.scale
-                method_seconds += answer.prefill_seconds + decoding
-                baseline_seconds += answer.baseline_seconds
+                prefill += answer.prefill_seconds
+                decoding += by_length[drafted].sum() * recorded.baseline_round
+                baseline += answer.baseline_seconds
+                baseline_tokens += answer.baseline_tokens
     length = tokens / passes if passes else None
-    return Played(length, baseline_seconds / method_seconds if method_seconds else None)
+    sums = ([part] for part in (baseline, prefill + decoding, decoding, baseline_tokens, tokens))
+    return Played(length, speedup(*sums).value)
 
 
 def mean_costs(recorded: Iterable[Recorded]) -> dict[int, float]:

@@ -95,7 +95,7 @@ def main() -> None:
         ("ar at 1", "ar"),
     )
     one_pool = [0] * options.repeats
-    print_ratios(seconds, compared, lambda slow, fast: speedup(slow, fast, one_pool))
+    print_ratios(seconds, compared, lambda slow, fast: speedup(slow, fast, pools=one_pool))
 
 
 if __name__ == "__main__":

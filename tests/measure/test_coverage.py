@@ -4,7 +4,16 @@ import numpy as np
 import pytest
 
 from specbench.measure.metrics.statistics import over_passes, ratio_of_means, speedup
-from tests.benchmarks.coverage import SIZES, SPREADS, misses, pools, processes, runs, runs_against_itself
+from tests.benchmarks.coverage import (
+    SIZES,
+    SPREADS,
+    misses,
+    pools,
+    processes,
+    runs,
+    runs_against_itself,
+    sampled,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -38,13 +47,22 @@ def test_a_ratio_of_two_runs(questions):
     assert LEAST <= sum(misses(found, 1.0)) <= 0.1
 
 
+@pytest.mark.parametrize("mean", [3, 10, 100])
+def test_sampled_answers_of_any_length(mean):
+    """Neither arm wins by drawing shorter answers, and short ones belittle none."""
+    runs, truth = sampled(36, COUNT, mean)
+    answers = [speedup(*run) for run in runs]
+    assert np.mean([one.value for one in answers]) == pytest.approx(truth, rel=0.02)
+    assert LEAST <= sum(misses(answers, truth)) <= 0.09
+
+
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("count", [2, 4, 10])
 def test_pools(count):
     """Three repeats each: what is special about a pool (6 %) is in all of them, timing noise (2 %) is not."""
     seconds, names = pools(count, 3, COUNT)
     for found in (
-        [speedup(*run, names) for run in seconds],
+        [speedup(*run, pools=names) for run in seconds],
         [ratio_of_means([(run[0], run[0])], [tuple(run)], names) for run in seconds],
     ):
         assert LEAST <= sum(misses(found, 1.0)) <= 0.1
@@ -52,7 +70,7 @@ def test_pools(count):
 
 def test_repeats_of_one_pool_cover_what_they_vary_by():
     seconds, names = pools(1, 3, COUNT, between=0.0)
-    assert LEAST <= sum(misses([speedup(*run, names) for run in seconds], 1.0)) <= 0.1
+    assert LEAST <= sum(misses([speedup(*run, pools=names) for run in seconds], 1.0)) <= 0.1
 
 
 @pytest.mark.one_in(3)

@@ -218,16 +218,19 @@ def test_answers_of_other_lengths_are_compared_over_equal_tokens():
     assert found["decode_speedup"] == pytest.approx(1.0)
 
 
-def test_an_answer_that_cannot_be_scaled_is_left_out_of_the_comparison():
-    short = generation([], seconds=0.1)
-    long = generation([0] * 9, seconds=1.0, drafted=0)
-    found = overall(
-        [record(1, turns=[turn(baseline=long, method=short, equivalence=TIE)]), answered(2, slow=3.0)]
-    )
-    assert found["questions"] == 2 and found["speedup_questions"] == 1
-    assert found["speedup"] == pytest.approx(3.0)
+def test_one_factor_scales_all_answers():
+    """18 tokens of the baseline after the first ones against 9: the missing ones count at the method's pace."""
+    short = generation([], seconds=0.5, prefill=0.5)
+    long = generation([0] * 9, seconds=1.0 + 0.5, prefill=0.5, drafted=0)
+    cut = record(1, turns=[turn(baseline=long, method=short, equivalence=TIE)])
+    full = record(2, turns=[turn(baseline=long, method=generation([8], seconds=0.5 + 0.2, prefill=0.5))])
+    found = overall([cut, full])
+    assert found["speedup_questions"] == 2
+    assert found["speedup"] == pytest.approx(3.0 / (1.0 + 0.2 * 18 / 9))
+    assert found["decode_speedup"] == pytest.approx(2.0 / (0.2 * 18 / 9))
+    assert overall([cut])["speedup"] is None, "there is no pace to scale by"
     both_short = overall([record(turns=[turn(baseline=generation([], seconds=0.3), method=short)])])
-    assert both_short["speedup"] == pytest.approx(3.0) and both_short["acceptance_length"] is None
+    assert both_short["speedup"] == pytest.approx(0.6) and both_short["acceptance_length"] is None
 
 
 def test_an_answer_whose_prefill_was_not_timed_is_scaled_as_a_whole():
@@ -241,6 +244,7 @@ def test_an_answer_whose_prefill_was_not_timed_is_scaled_as_a_whole():
 def test_a_question_is_left_out_with_all_its_turns():
     plain, short = generation([0] * 9, seconds=1.0, drafted=0), generation([], seconds=0.1)
     fine = turn(0, baseline=generation([0] * 9, seconds=9.0, drafted=0), method=generation([0] * 9))
+    plain["seconds"] = None
     mixed = record(1, turns=[fine, turn(1, baseline=plain, method=short, equivalence=TIE)])
     found = overall([mixed, answered(2, slow=3.0)])
     assert found["speedup_questions"] == 1 and found["speedup"] == pytest.approx(3.0)

@@ -161,7 +161,7 @@ def test_a_ratio_of_means_over_pools():
     ones = np.ones(4)
     plain, gains = (ones, ones), (np.array([2.0, 2.0, 8.0, 8.0]), ones)
     for pools in ([0, 0, 1, 1], [0, 0, 0, 0]):
-        assert ratio_of_means([plain], [gains], pools) == speedup(*gains, pools)
+        assert ratio_of_means([plain], [gains], pools) == speedup(*gains, pools=pools)
     drifting = (np.array([3.0, 5.0]), np.array([1.5, 2.5]))
     found = ratio_of_means([drifting], [(2 * drifting[0], drifting[1])], pools=[0, 0])
     assert (found.value, found.low, found.high) == pytest.approx((2, 2, 2))

@@ -30,6 +30,7 @@ from specbench.measure.metrics.acceptance import (
 from specbench.measure.metrics.statistics import Speedup, over_passes, speedup
 from specbench.measure.metrics.timing import (
     ARMS,
+    columns_of,
     paired_seconds,
     passes_seconds,
     pools_of,
@@ -96,7 +97,7 @@ class MetricInput:
 
     @cached_property
     def seconds(self) -> pd.DataFrame:
-        """Seconds of reference and method per question."""
+        """What the speedup is made of, per question."""
         return paired_seconds(self.turns, self.reference)
 
     @cached_property
@@ -128,11 +129,11 @@ def speedups(
     """
     passes = passes_seconds(generations, reference, with_prefill)
     several = passes.index.name == "process"
-    processes = [([a], [b]) for a, b in zip(passes["reference"], passes["method"])] if several else []
+    processes = [[[value] for value in one] for one in passes.to_numpy()] if several else []
     runs = unit_seconds(generations, reference, unit, with_prefill)
     return (
-        speedup(runs["reference"], runs["method"], pools_of(runs), processes),
-        over_passes(passes["reference"], passes["method"]),
+        speedup(*columns_of(runs), pools=pools_of(runs), processes=processes),
+        over_passes(*columns_of(passes)),
     )
 
 

@@ -19,7 +19,7 @@ LEAST_POOLS = 2
 LEAST_PASSES = 2
 
 
-Run = tuple[Sequence[float], Sequence[float]]  # numerator and denominator of a ratio, [questions] or [runs]
+Run = Sequence[Sequence[float]]  # the columns of `quotient`, [questions] or [runs] each
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,28 +39,49 @@ class Speedup:
         return None if self.low is None or self.high is None else self.high - self.low
 
 
-def speedup(
-    reference_seconds: Sequence[float],
-    method_seconds: Sequence[float],
-    pools: Sequence | None = None,
-    processes: Sequence[Run] = (),
-) -> Speedup:
+def quotient(
+    above: np.ndarray,
+    below: np.ndarray,
+    decoding: np.ndarray | float = 0.0,
+    reference_tokens: np.ndarray | float = 1.0,
+    tokens: np.ndarray | float = 1.0,
+) -> np.ndarray:
+    """The ratio of the sums of a run's columns, with the method's decoding scaled to the reference's number of tokens.
+
+    above / (below + decoding * (reference_tokens / tokens - 1))
+
+    Args:
+        above: seconds of the reference, or what else is divided.
+        below: seconds of the method, or what else it is divided by.
+        decoding: those of the method's seconds in which it emitted `tokens`.
+        reference_tokens: that the reference emitted in the same part of its answers.
+        tokens: of the method.
+
+    Returns:
+        No number, or none above 0, where there is no time, or no token of the method to scale by.
+    """
+    with np.errstate(divide="ignore", invalid="ignore"):
+        excess = np.where(np.equal(reference_tokens, tokens), 0.0, np.divide(reference_tokens, tokens) - 1)
+        return above / (below + decoding * excess)
+
+
+def speedup(*run: Sequence[float], pools: Sequence | None = None, processes: Sequence[Run] = ()) -> Speedup:
     """Ratio of sums, with a t-interval on the delete-one jackknife of its logarithm (Efron and Tibshirani 1993, 11).
 
-    A question is dropped with both its times, so that what they share (a long answer) cancels. For times of 6 to 36
+    A question is dropped with all its times, so that what they share (a long answer) cancels. For times of 6 to 36
     questions that vary like real ones the interval covers the truth in about 0.90 to 0.95 of all runs, least for few
     questions and heavy tails (`python -m tests.benchmarks.coverage`); a bootstrap (BCa) does in 0.80 to 0.90.
 
     Args:
-        reference_seconds: [questions], seconds.
-        method_seconds: [questions], seconds, in the same order.
+        run: the columns of `quotient`, [questions] each: seconds of the reference, seconds of the method, and more
+            where the lengths of their answers differ.
         pools: for batches, [runs]: the pool of each run; the arrays are then the seconds of all questions that were
             decoded together. What disturbs a run disturbs all its questions, and what is special about a pool all its
             repeats: so the mean of a pool's repeats is dropped as a whole. Of one pool alone each repeat is, and the
             interval covers timing noise only.
-        processes: where several measured, the seconds of each, [questions] of the reference and of the method. The
-            interval over processes, as in `over_passes`, and that over questions are then joined: the squares of
-            their half widths (of the logarithm) are added. Noise that both hold counts twice.
+        processes: where several measured, the columns of each. The interval over processes, as in `over_passes`, and
+            that over questions are then joined: the squares of their half widths (of the logarithm) are added. Noise
+            that both hold counts twice.
 
     Returns:
         All None without any time; no interval of fewer than 6 questions or 2 pools (or repeats of one pool), or where
@@ -69,18 +90,17 @@ def speedup(
     Raises:
         ValueError: arrays that are not of one length.
     """
-    between = [np.array([[np.sum(part) for part in process] for process in processes]).T]
-    return _jackknife([reference_seconds, method_seconds], np.divide, pools, between)
+    sums = np.array([[np.sum(column) for column in process] for process in processes]).T
+    return _jackknife([run], _only, pools, [sums])
 
 
-def over_passes(reference_seconds: Sequence[float], method_seconds: Sequence[float]) -> Speedup:
+def over_passes(*run: Sequence[float]) -> Speedup:
     """Ratio of sums, with a t-interval over passes (or processes) on the same questions.
 
     It tells how far the figure would move if the same questions were measured again, and says nothing of others.
 
     Args:
-        reference_seconds: [passes], seconds of all questions.
-        method_seconds: [passes], seconds.
+        run: the columns of `quotient`, [passes] each, sums over all questions.
 
     Returns:
         No interval of fewer than two passes.
@@ -88,7 +108,7 @@ def over_passes(reference_seconds: Sequence[float], method_seconds: Sequence[flo
     Raises:
         ValueError: arrays that are not of one length.
     """
-    return _jackknife([reference_seconds, method_seconds], np.divide, None, least=LEAST_PASSES)
+    return _jackknife([run], _only, None, least=LEAST_PASSES)
 
 
 def ratio_of_means(
@@ -99,14 +119,14 @@ def ratio_of_means(
 ) -> Speedup:
     """Mean of the ratios of the runs `second` / mean of those of the runs `first`, with an interval as in `speedup`.
 
-    Each run is the seconds of its own baseline and of the method, over the same questions in the same order: so that a
-    machine that was slower during one of them cancels out. A question is dropped with all its times.
+    Each run holds the seconds of its own baseline and of the method, over the same questions in the same order: so that
+    a machine that was slower during one of them cancels out. A question is dropped with all its times.
 
     Args:
-        first: runs, each two arrays [questions], seconds.
+        first: runs, each the columns of `quotient`, [questions].
         second: as `first`.
         pools: as in `speedup`.
-        processes: of each run of `first` and then of `second`, two arrays [processes], the sums of each process. Their
+        processes: of each run of `first` and then of `second`, its columns [processes], the sums of each process. Their
             jackknife variances are joined with that over questions, as in `speedup`, since a run's processes have
             nothing to do with another's. A run of one process adds nothing: how far processes differ is not known.
 
@@ -117,12 +137,10 @@ def ratio_of_means(
         ValueError: arrays that are not of one length.
     """
 
-    def statistic(*totals: np.ndarray) -> np.ndarray:
-        ratios = [above / below for above, below in zip(totals[::2], totals[1::2])]
+    def statistic(ratios: Sequence[np.ndarray]) -> np.ndarray:
         return np.mean(ratios[len(first) :], axis=0) / np.mean(ratios[: len(first)], axis=0)
 
-    columns = [column for run in (*first, *second) for column in run]
-    return _jackknife(columns, statistic, pools, [np.array(run, float) for run in processes])
+    return _jackknife([*first, *second], statistic, pools, [np.array(run, float) for run in processes])
 
 
 def verdict(low: float | None, high: float | None) -> str | None:
@@ -134,59 +152,65 @@ def verdict(low: float | None, high: float | None) -> str | None:
     return "slower" if high < 1 else "no difference"
 
 
+def _only(ratios: Sequence[np.ndarray]) -> np.ndarray:
+    """The statistic of one run: its ratio."""
+    return ratios[0]
+
+
 def _jackknife(
-    columns: Sequence[Sequence[float]],
-    statistic: Callable[..., np.ndarray],
+    runs: Sequence[Run],
+    statistic: Callable[[Sequence[np.ndarray]], np.ndarray],
     pools: Sequence | None,
     between: Sequence[np.ndarray] = (),
     least: int = LEAST_QUESTIONS,
 ) -> Speedup:
-    """A statistic of the columns' sums, with the interval that `speedup` describes.
+    """A statistic of the runs' ratios, with the interval that `speedup` describes.
 
     Args:
-        columns: [questions] each, two for a run.
-        statistic: sums [n] of every column -> [n].
+        runs: the columns of `quotient`, [questions] each.
+        statistic: ratios [n] of every run -> [n].
         pools: as in `speedup`.
-        between: of each run [2, processes], the sums of each process; those of fewer than two are passed over.
+        between: of each run [columns, processes], the sums of each process; those of fewer than two are passed over.
         least: entries that an interval takes.
     """
-    arrays = [np.asarray(column, float) for column in columns]
-    if len({array.shape for array in arrays}) != 1 or arrays[0].ndim != 1:
-        raise ValueError(f"expected arrays of one length, not {[array.shape for array in arrays]}")
-    seconds = np.stack(arrays) if pools is None else _by_pool(np.stack(arrays), pools)
-    sums, count = seconds.sum(axis=1, keepdims=True), seconds.shape[1]
-    if not (sums > 0).all():
+    columns = [[np.asarray(column, float) for column in run] for run in runs]
+    if len(shapes := {column.shape for run in columns for column in run}) != 1 or len(min(shapes)) != 1:
+        raise ValueError(f"expected arrays of one length, not {sorted(shapes)}")
+    arrays = [np.stack(run) if pools is None else _by_pool(np.stack(run), pools) for run in columns]
+    sums, count = [array.sum(axis=1, keepdims=True) for array in arrays], arrays[0].shape[1]
+    ratios = [quotient(*total) for total in sums]
+    if not _are_ratios(ratios):
         return Speedup(None, None, None)
-    value = float(statistic(*sums)[0])
+    value = float(statistic(ratios)[0])
     if count < (least if pools is None else LEAST_POOLS):
         return Speedup(value, None, None)
-    variances = [_variance(sums - seconds, statistic)]
+    rests = [[quotient(*(total - array)) for total, array in zip(sums, arrays)]]
     for run, parts in enumerate(between):
         if parts.ndim == 2 and parts.shape[1] >= LEAST_PASSES:
             # One run varies; the others, whose ratios do not, are as they are.
-            rest = np.repeat(sums, parts.shape[1], axis=1)
-            rest[2 * run : 2 * run + 2] = parts.sum(axis=1, keepdims=True) - parts
-            variances.append(_variance(rest, statistic))
-    estimates = [estimate for estimate in variances if estimate is not None]
-    if len(estimates) < len(variances):
+            one = quotient(*(parts.sum(axis=1, keepdims=True) - parts))
+            rests.append([np.broadcast_to(ratio, one.shape) for ratio in ratios])
+            rests[-1][run] = one
+    if not all(map(_are_ratios, rests)):
         return Speedup(value, None, None)
     from scipy.special import stdtrit  # here, for who only reads a summary needs none of it
 
-    squares = [variance * stdtrit(freedom, 0.5 + CONFIDENCE / 2) ** 2 for variance, freedom in estimates]
+    squares = [
+        _variance(statistic(rest)) * stdtrit(rest[0].size - 1, 0.5 + CONFIDENCE / 2) ** 2 for rest in rests
+    ]
     factor = float(np.exp(np.sqrt(sum(squares))))
     return Speedup(value, value / factor, value * factor)
 
 
-def _variance(rest: np.ndarray, statistic: Callable[..., np.ndarray]) -> tuple[float, int] | None:
-    """The jackknife variance of the statistic's logarithm, and n - 1.
+def _are_ratios(ratios: Sequence[np.ndarray]) -> bool:
+    """Whether all are numbers above 0: none is where there is no time, or where one entry holds all of it."""
+    return all(bool((np.isfinite(ratio) & (ratio > 0)).all()) for ratio in ratios)
 
-    rest: [columns, n], sums without one of n entries each. None where one entry holds all the time.
-    """
-    count = rest.shape[1]
-    if not (rest > 0).all():
-        return None
-    logs = np.log(statistic(*rest))
-    return float((count - 1) / count * np.square(logs - logs.mean()).sum()), count - 1
+
+def _variance(without: np.ndarray) -> float:
+    """The jackknife variance of a statistic's logarithm, from its values [n] without one of n entries each."""
+    logs = np.log(without)
+    return float((len(logs) - 1) / len(logs) * np.square(logs - logs.mean()).sum())
 
 
 def _by_pool(seconds: np.ndarray, pools: Sequence) -> np.ndarray:

@@ -30,8 +30,15 @@ from specbench.measure.metrics.metrics import (
     speedups,
     ties,
 )
-from specbench.measure.metrics.statistics import LEAST_PASSES, Speedup, ratio_of_means
-from specbench.measure.metrics.timing import ARMS, paired_seconds, pools_of, turn_means, unit_seconds
+from specbench.measure.metrics.statistics import LEAST_PASSES, Speedup, ratio_of_means, speedup
+from specbench.measure.metrics.timing import (
+    ARMS,
+    columns_of,
+    paired_seconds,
+    pools_of,
+    turn_means,
+    unit_seconds,
+)
 from specbench.system.settings import CONSTANT, TOKEN
 
 if TYPE_CHECKING:
@@ -141,8 +148,8 @@ def by_question(records: list[dict], reference: str, unit: str) -> pd.DataFrame:
     """One row per question, in the order of their ids: QUESTION_COLUMNS.
 
     tokens: of the method, summed over the turns, mean of the repeats. baseline_seconds (of the arm `reference`),
-    method_seconds: those that a speedup compares (see `paired_seconds`); their sums over all questions give the overall
-    one. verdict: the worst of its turns. A question that failed has its `error`, and no numbers.
+    method_seconds: those that a speedup compares (see `paired_seconds`), the method's scaled to the reference's number
+    of tokens in this question. verdict: the worst of its turns. A question that failed has its `error`, and no numbers.
 
     Args:
         records: of the journal.
@@ -161,8 +168,9 @@ def by_question(records: list[dict], reference: str, unit: str) -> pd.DataFrame:
     for number, repeats_of_it in sorted(of_question.items()):
         baseline = method = faster = None
         if number in seconds.index:
-            baseline, method = seconds.loc[number]
-            faster = ratio(baseline, method)
+            baseline = seconds.loc[number, "reference"]
+            faster = speedup(*columns_of(seconds.loc[[number]])).value
+            method = None if faster is None else baseline / faster
         question_rounds = rounds.get(number, steps.iloc[:0])
         verdicts = [turn["equivalence"]["verdict"] for record in repeats_of_it for turn in record["turns"]]
         rows.append(
@@ -268,7 +276,7 @@ def relative(
     """
     shared = set.intersection(*(set(run.index) for run in (*first, *second)))
     frames = [[run.loc[run.index.isin(shared)].sort_index() for run in runs] for runs in (first, second)]
-    ours, theirs = ([(run["above"].to_numpy(), run["below"].to_numpy()) for run in runs] for runs in frames)
+    ours, theirs = ([columns_of(run) for run in runs] for runs in frames)
     pools = pools_of(frames[0][0])
     units = shared if pools is None else set(pools)
     quotient = ratio_of_means(ours, theirs, pools, [_process_sums(run, units) for run in processes])
@@ -279,14 +287,13 @@ def relative(
 
 
 def _process_sums(frames: list[pd.DataFrame], shared: set) -> Run:
-    """Numerator and denominator sums [processes] over the questions, or pools, that all processes answered.
+    """The columns' sums [processes] over the questions, or pools, that all processes answered.
 
     Repeats of a pool are shared out among processes: what they have in common are pools.
     """
     frames = [frame if pools_of(frame) is None else frame.groupby(POOL).mean() for frame in frames]
     common = shared.intersection(*(set(frame.index) for frame in frames))
-    sums = [frame[frame.index.isin(common)].sum() for frame in frames]
-    return [one["above"] for one in sums], [one["below"] for one in sums]
+    return columns_of(pd.DataFrame([frame[frame.index.isin(common)].sum() for frame in frames]))
 
 
 def parts_by_process(records: list[dict], what: str, unit: str) -> list[pd.DataFrame]:
@@ -305,15 +312,16 @@ def parts(records: list[dict], what: str, unit: str, target_pass_bytes: int | No
 
     Args:
         records: of the journal.
-        what: "speedup": seconds of the autoregressive baseline of this run / of the method. "throughput": the same
-            against it at batch size 1. "mbsu": bytes of weights that autoregressive decoding would have read / that
-            were read. "acceptance_length": tokens emitted by draft-verify rounds / target passes.
+        what: "speedup": against the autoregressive baseline of this run. "throughput": against it at batch size 1.
+            "mbsu": bytes of weights that autoregressive decoding would have read / that were read. "acceptance_length":
+            tokens emitted by draft-verify rounds / target passes.
         unit: what has times of its own, "question" or "pool".
         target_pass_bytes: bytes of weights that a pass of one token through the target reads, as the summary holds
             them; None for those of the largest pass of autoregressive decoding.
 
     Returns:
-        Two columns, `above` and `below`, whose sums' ratio is the number; indexed by question_id or (pool, repeat).
+        Columns `above` and `below`, of times more: `statistics.quotient` makes the number of their sums. Indexed by
+        question_id or (pool, repeat).
     """
     if what in COUNTED:
         steps = steps_frame(records)

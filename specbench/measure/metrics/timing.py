@@ -27,28 +27,34 @@ def turn_means(generations: pd.DataFrame, by: Sequence[str] = ()) -> pd.DataFram
 
 
 def paired_seconds(turns: pd.DataFrame, reference: str, with_prefill: bool = True) -> pd.DataFrame:
-    """Seconds per question of the arm `reference` and of the method: columns `reference` and `method`.
+    """What a speedup is made of, question by question: the columns of `statistics.quotient`.
 
-    Answers of one length are compared as timed. Where a near-tie or sampling made the lengths differ, the
-    shorter answer would win by being short; so the method's decoding is scaled to the reference's number of
-    tokens, prefill + decoding * (n_reference - 1) / (n_method - 1), as the prefill gives the first token; all of
-    its time is, where the prefill was not timed (batches of another engine). A question is left out if one of
-    its turns has no time in either arm, or cannot be scaled (a method's answer of one token).
+    Where sampling or a near-tie made the lengths of answers differ, the shorter answer would win by being short. So the
+    method's decoding is scaled to the reference's number of tokens, by one factor for all that is summed: the sum of
+    n_reference - 1 / the sum of n_method - 1, as the prefill gives the first token. (A factor for each answer would be
+    biased where answers are short: the few tokens of one would count for the many of the other.) All of the method's
+    time is scaled where the prefill was not timed (batches of another engine). A question is left out if one of its
+    turns has no time in either arm.
 
-    The rows are those of `turns`, summed over the turns.
+    Args:
+        turns: as `turn_means` gives them.
+        reference: the arm that the method is paired with.
+        with_prefill: whether the prefills count.
+
+    Returns:
+        The rows of `turns`, summed over the turns: seconds of the `reference` and of the `method`; those of `decoding`,
+        which are in the latter; `reference_tokens` and `method_tokens` after the prefill.
     """
     tokens, seconds, prefill = turns["tokens"], turns["seconds"], turns["prefill_seconds"]
-    equal = tokens[reference] == tokens["method"]
-    factor = (tokens[reference] - 1) / (tokens["method"] - 1).where(tokens["method"] > 1)
-    decoding = (seconds["method"] - prefill["method"]) * factor.where(~equal, 1.0)
-    if with_prefill:
-        every = seconds["method"] * tokens[reference] / tokens["method"]
-        scaled = (prefill["method"] + decoding).where(prefill["method"].notna(), every)
-        method = seconds["method"].where(equal, scaled)
-        pair = pd.DataFrame({"reference": seconds[reference], "method": method})
-    else:
-        pair = pd.DataFrame({"reference": seconds[reference] - prefill[reference], "method": decoding})
-    return question_sums(pair)
+    untimed = prefill["method"].isna() & with_prefill
+    columns = {
+        "reference": seconds[reference] - (0.0 if with_prefill else prefill[reference]),
+        "method": seconds["method"] - (0.0 if with_prefill else prefill["method"]),
+        "decoding": seconds["method"] - prefill["method"].where(~untimed, 0.0),
+        "reference_tokens": tokens[reference] - 1 + untimed,
+        "method_tokens": tokens["method"] - 1 + untimed,
+    }
+    return question_sums(pd.DataFrame(columns))
 
 
 def question_sums(turns: pd.DataFrame) -> pd.DataFrame:
@@ -77,6 +83,11 @@ def unit_seconds(
         return paired_seconds(turn_means(generations), reference, with_prefill)
     by = [POOL, "repeat"]
     return paired_seconds(turn_means(generations, by), reference, with_prefill).groupby(level=by).sum()
+
+
+def columns_of(frame: pd.DataFrame) -> list[list[float]]:
+    """The columns of a frame, as `statistics.quotient` takes them."""
+    return [frame[name].tolist() for name in frame]
 
 
 def pools_of(seconds: pd.DataFrame) -> pd.Index | None:
