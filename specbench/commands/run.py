@@ -69,6 +69,8 @@ def run(jobs: list[Job], executor: Executor, logs: Path, changed: Callable[[], N
             with report_user_error(job):
                 job.run_dir = store.find_or_create(job.cfg, by_folder)
                 job.state = RUNNING
+                if store.is_complete(job.run_dir):  # as only a `run_dir` can be
+                    print(f"already measured: {job.run_dir}", flush=True)
             changed()
             if job.state == RUNNING:
                 by_folder[job.run_dir] = job

@@ -46,7 +46,13 @@ def tune(cfg: DictConfig) -> int:
     optuna = import_optional("optuna", "tune")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     overrides = list(HydraConfig.get().overrides.task)
-    space = {key: distribution(optuna, key, bounds) for key, bounds in searched(cfg.search)}
+    given = {override.lstrip("+").partition("=")[0] for override in overrides}
+    bounds = dict(searched(cfg.search))
+    space = {key: distribution(optuna, key, bounds[key]) for key in bounds if key not in given}
+    if not space:
+        raise UserError(
+            f"there is nothing to search: {', '.join(bounds) or 'no key'} has bounds, and is given"
+        )
     base = trial_config(overrides)
     if base.run_dir is not None:
         raise UserError("run_dir is the folder of one run, and each trial has its own: set runs_root instead")

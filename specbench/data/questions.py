@@ -112,7 +112,7 @@ def _tasks(questions: list[Question], data: Mapping, task: Mapping) -> list[str]
         raise UserError(
             f"task.name={name}: data={data['name']} has the tasks {', '.join(tasks)}; task=all: all"
         )
-    return [name] if name in tasks else list(tasks)
+    return list(tasks) if name == EVERY else [name]  # a category may be called "all"
 
 
 def _stratified(questions: list[Question], task: str, limit: int) -> list[Question]:

@@ -26,6 +26,7 @@ from specbench.config.spec import POOL, RunSpec, make_drafter
 from specbench.data.questions import find_questions_file, load_questions, warmup_questions
 from specbench.data.warm_start import warm_record
 from specbench.decoding.cpu import native
+from specbench.decoding.cpu.compiled_layers import uncompiled
 from specbench.decoding.cpu.packed_linear import packed_weights
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
@@ -365,6 +366,7 @@ def facts(bench: Bench) -> dict:
         "kernels": kernels(setup.target),
         "tiles": native.has_tiles(setup.target.device, pair.dtype),
         "compiled": setup.target.stack.is_compiled,
+        "uncompiled": uncompiled(),
         "unit": setup.spec.unit,
         "reference_answer": setup.spec.needs.reference_answer,
         "any_length": setup.spec.needs.any_length,

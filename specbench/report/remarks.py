@@ -83,7 +83,9 @@ def kernels_line(summary: dict) -> str:
         return ""
     kernels = f"torch's kernels ({reason})" if (reason := summary.get("kernels")) else "kernels of our own"
     tiles = " on AMX" if summary.get("tiles") and not reason else ""
-    return f"short passes: {kernels}{tiles}{', layers compiled' if summary['compiled'] else ''}"
+    compiled = ", layers compiled" if summary["compiled"] else ""
+    failed = "; ".join(f"{kind}: {why}" for kind, why in (summary.get("uncompiled") or {}).items())
+    return f"short passes: {kernels}{tiles}{compiled}{failed and f', NOT COMPILED: {failed}'}"
 
 
 def repetition_line(summary: dict) -> str:

@@ -432,6 +432,8 @@ def test_measures_and_names_the_folder(place):
     assert summary["method"] == "sps" and summary["overall"]["questions"] == 3
     assert summary["equivalence"]["violation"] == 0
     assert {path.name for path in cwd.iterdir()} - before == {"runs"}
+    again = cli(cwd, "method=sps", *arguments, f"run_dir={done.stdout.splitlines()[-1]}")
+    assert again.returncode == 0 and f"already measured: {done.stdout.splitlines()[-1]}" in again.stdout
 
 
 @pytest.mark.slow

@@ -183,9 +183,13 @@ def test_a_study_goes_on_and_asks_no_test_question(tuned, tmp_path):
 
 
 @pytest.mark.slow
-def test_any_seed_of_a_run_is_one_of_a_study(tuned):
-    code, _, err = tuned("trials=1", "seed=9223372036854775807")
+def test_any_seed_of_a_run_is_one_of_a_study_and_what_is_given_is_not_searched(tuned):
+    code, out, err = tuned("trials=1", "seed=9223372036854775807", "method.max_draft_tokens=3")
     assert code == 0, err
+    assert "trial 1 of 1: method.confidence_threshold=0\n" in out
+    assert {"method.max_draft_tokens=3", "method.confidence_threshold=0"} <= set(
+        shlex.split(out.splitlines()[-1])
+    )
 
 
 @pytest.mark.slow
@@ -216,6 +220,10 @@ def test_trials_that_fail_are_counted_and_named(tuned):
         (["trials=null"], "trials ... 1 ... null"),
         (["trials=0"], "trials ... 1 ... 0"),
         (["runs_root=q.jsonl"], "q.jsonl"),
+        (
+            ["method.max_draft_tokens=3", "method.confidence_threshold=0.1"],
+            "nothing to search: method.max_draft_tokens, method.confidence_threshold",
+        ),
         (["run_dir=here"], "run_dir ... each trial has its own ... runs_root"),
     ],
 )

@@ -311,6 +311,11 @@ def test_a_task_that_the_file_lacks_is_refused(file):
         load_questions(open_data(path), ALL | {"name": "maths"})
 
 
+def test_a_category_may_be_called_all(file):
+    path = file(*(json.dumps({"turns": ["a"], "category": name}) for name in ("all", "math")))
+    assert [q.task for q in load_questions(open_data(path), ALL)] == ["all", "math"]
+
+
 def test_a_folder_holds_splits_as_both_scripts_write_them(tmp_path):
     import pyarrow
     import pyarrow.parquet

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import weakref
 from types import SimpleNamespace
 
@@ -119,7 +120,7 @@ def test_the_cache_of_a_pass_is_given_back_before_the_next_one_is_made():
 @torch.inference_mode()
 def test_a_fault_in_a_compiled_layer_is_found_by_its_first_pass(monkeypatch, capfd, in_front):
     """One in front of the projections leaves wrong keys and values in the cache."""
-    compiled_layers._warn_once.cache_clear()
+    monkeypatch.setattr(compiled_layers, "_UNCOMPILED", {})
     with torch.inference_mode(False):
         target, ids = compiled("llama"), torch.randint(3, 60, (1, PROMPT + TOKENS))
     call = compiled_layers.CompiledLayer._call
@@ -153,7 +154,7 @@ def test_states_that_do_not_follow_one_another_are_read_as_they_are():
 @pytest.mark.slow
 @torch.inference_mode()
 def test_what_cannot_be_traced_runs_as_it_is_and_says_so_once(monkeypatch, capfd):
-    compiled_layers._warn_once.cache_clear()
+    monkeypatch.setattr(compiled_layers, "_UNCOMPILED", {})
 
     def refuse(*arguments):
         raise RuntimeError("no such operation")
@@ -218,8 +219,8 @@ class Doubled(torch.nn.Module):
 
 @pytest.mark.slow
 @torch.inference_mode()
-def test_a_layer_with_a_tensor_that_is_no_input_is_not_compiled(capfd):
-    compiled_layers._warn_once.cache_clear()
+def test_a_layer_with_a_tensor_that_is_no_input_is_not_compiled(monkeypatch, capfd):
+    monkeypatch.setattr(compiled_layers, "_UNCOMPILED", {})
     with torch.inference_mode(False):
         model = random_model("llama", 0)
         for layer in model.model.layers:
@@ -229,6 +230,7 @@ def test_a_layer_with_a_tensor_that_is_no_input_is_not_compiled(capfd):
     lines = capfd.readouterr().err.splitlines()
     reason = "TraceError: it reads a tensor that is none of its parameters and buffers"
     assert lines == [f"warning: LlamaDecoderLayer is not compiled: {reason}"]
+    assert compiled_layers.uncompiled() == {"LlamaDecoderLayer": reason}
 
 
 @torch.inference_mode()
@@ -261,6 +263,18 @@ def test_layers_are_compiled_by_what_has_compiled_the_kernels(monkeypatch, comma
     assert asked["cpp.cxx"] == programs
 
 
+def test_a_library_that_a_killed_linker_has_left_is_removed(tmp_path):
+    """Torch's compiler would load it, in this run and in every later one."""
+    for name, content in {"empty": b"", "torn": bytes(64), "whole": b"\x7fELF...", "new": b""}.items():
+        path = tmp_path / name / "layer.so"
+        path.parent.mkdir()
+        path.write_bytes(content)
+        if name != "new":  # that another process is linking
+            os.utime(path, (0, 0))
+    compiled_layers._remove_torn(tmp_path)
+    assert {path.parent.name for path in tmp_path.rglob("*.so")} == {"whole", "new"}
+
+
 def test_of_what_a_compiler_prints_the_first_error_is_told():
     lines = ["C++ compile error", "Command:", "g++ -Werror x.cpp", "In file included from x.cpp:1:"]
     lines += ["x.h:1:10: fatal error: Python.h: No such file or directory", "x.h:2:1: error: 'y' is no type"]
@@ -280,8 +294,8 @@ def test_each_processor_has_a_folder_and_each_set_of_its_instructions(monkeypatc
 
 
 @torch.inference_mode()
-def test_layers_with_hooks_are_not_compiled(capfd):
-    compiled_layers._warn_once.cache_clear()
+def test_layers_with_hooks_are_not_compiled(monkeypatch, capfd):
+    monkeypatch.setattr(compiled_layers, "_UNCOMPILED", {})
     with torch.inference_mode(False):
         target, ids = compiled("llama"), torch.randint(3, 60, (1, PROMPT + TOKENS))
     met = []

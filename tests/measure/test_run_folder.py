@@ -139,6 +139,11 @@ def test_measured_is_what_this_code_completed_without_failures(config, run_dir, 
         with monkeypatch.context() as patch:
             patch.setattr(module, name, lambda *_, other=other: other)
             assert not store.is_measured(run_dir, config)
+            with pytest.raises(
+                UserError, match="cannot resume run_dir=.*: the (code|weights) ha(s|ve) changed"
+            ):
+                store.find_or_create(config | {"run_dir": str(run_dir)})
+    assert store.find_or_create(config | {"run_dir": str(run_dir)}) == run_dir
     monkeypatch.setattr(store, "questions_sha256", lambda data: "other")
     assert not store.is_measured(run_dir, config)
 
@@ -432,7 +437,8 @@ def finished(ended, tmp_path) -> Path:
     return shutil.copytree(ended, tmp_path / "finished")  # with the times of its files
 
 
-def test_a_finished_folder_never_changes(finished, config):
+def test_a_finished_folder_never_changes(finished, config, monkeypatch):
+    monkeypatch.setattr(store, "_has_other_weights", lambda *_: False)
     before = contents(finished)
     assert not [name for name in before if name.endswith(".tmp")]
     summary = store.finalise(finished)

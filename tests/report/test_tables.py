@@ -88,6 +88,10 @@ def test_how_much_answers_repeat_themselves_is_told_by_task():
     [
         ({"compiled": True, "kernels": None}, "short passes: kernels of our own, layers compiled"),
         ({"compiled": False, "kernels": None}, "short passes: kernels of our own"),
+        (
+            {"compiled": True, "kernels": None, "uncompiled": {"EagleLayer": "it has hooks"}},
+            "short passes: kernels of our own, layers compiled, NOT COMPILED: EagleLayer: it has hooks",
+        ),
         ({"compiled": False, "kernels": None, "tiles": True}, "short passes: kernels of our own on AMX"),
         ({"compiled": False, "kernels": "no compiler"}, "short passes: torch's kernels (no compiler)"),
         ({"compiled": False, "kernels": None, "device": "cuda"}, ""),

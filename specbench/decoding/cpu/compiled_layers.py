@@ -11,7 +11,8 @@ import hashlib
 import os
 import sys
 import threading
-from contextlib import contextmanager
+import time
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 COMPILED = "compiled"  # the folder in the user's cache
 NAMESPACE = "specbench_layer"
 NAME = "specbench_compiled"  # of the attention function that tracing meets
+ELF = b"\x7fELF"  # a library begins with it, and linkers write that last
+LINKING = 2.0  # seconds that a linker takes at most
 SIZES = (3, 5)  # of a batch and of a pass, that stand for all sizes in a trace
 # Between the states of a compiled layer and of the layer, as a share of the greatest state.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
@@ -46,6 +49,7 @@ TRACING = threading.Lock()  # of a process, only one trace may be under way: wha
 CALL = threading.local()  # what the layer works on that is being called
 # By everything that a trace depends on; or why there is none.
 _FUNCTIONS: dict[tuple, Traced | str] = {}
+_UNCOMPILED: dict[str, str] = {}  # kinds of layers that should be compiled and are not, and why
 
 
 class Traced(NamedTuple):
@@ -82,6 +86,11 @@ class Attention(NamedTuple):
 
 class TraceError(Exception):
     """A layer cannot be compiled; the text says why."""
+
+
+def uncompiled() -> dict[str, str]:
+    """The kinds of layers that this process could not compile, of targets and drafters, and why."""
+    return dict(_UNCOMPILED)
 
 
 def release() -> None:
@@ -185,7 +194,10 @@ class CompiledLayer(torch.nn.Module):
         return self.layer(*states, **arguments)
 
     def _warn(self, why: str) -> None:
-        _warn_once(f"{type(self.layer).__name__} is not compiled: {why}")
+        kind = type(self.layer).__name__
+        if _UNCOMPILED.get(kind) != why:
+            warn(f"{kind} is not compiled: {why}")
+        _UNCOMPILED[kind] = why
 
     def _attention(self, traced: Traced, like: torch.Tensor) -> Attention:
         """How this layer attends where a layer like it was traced."""
@@ -362,11 +374,6 @@ _LIBRARY.impl("attend", _attend, "CPU")
 _LIBRARY.impl("product", _product, "CPU")
 
 
-@cache
-def _warn_once(text: str) -> None:
-    warn(text)
-
-
 def _reason(error: Exception) -> str:
     """What went wrong, in one line: where a C++ compiler failed, the first error that it names."""
     named = (line.strip() for line in str(error).splitlines() if "error:" in line)
@@ -409,6 +416,15 @@ def _folder() -> Path:
     return cache_folder() / COMPILED / hashlib.sha256(able.encode()).hexdigest()[:16]
 
 
+def _remove_torn(folder: Path) -> None:
+    """Removes the libraries that a linker which was killed has left: torch's compiler would load them."""
+    for path in folder.rglob("*.so"):
+        with suppress(FileNotFoundError):  # another process has removed it
+            is_new = time.time() - path.stat().st_mtime < LINKING
+            if not is_new and path.read_bytes()[:4] != ELF:
+                path.unlink()
+
+
 def _compile(graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], label: str) -> Callable[..., Any]:
     """A graph compiled by torch's compiler, which keeps what it made in the user's cache.
 
@@ -439,6 +455,7 @@ def _compile(graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], label:
     digest = hashlib.sha256(str((torch.__version__, cxx, graph.code, shapes)).encode()).hexdigest()[:16]
     done = folder / f"{digest}.done"
     if not done.exists():
+        _remove_torn(folder)
         print(f"compiling {label} for this processor, once: up to a minute", file=sys.stderr, flush=True)
     options = {"config_patches": OPTIONS | {"cpp.cxx": cxx}, "inner_compile": compiled}
     with of_autograd.patch(enable_autograd_cache=False):  # what it has is wrapped already

@@ -52,7 +52,7 @@ COUNTED = ("mbsu", "acceptance_length")  # numbers that are counted, not timed
 # What a summary holds of the facts of its run; older folders lack some.
 OF_FACTS = ("dtype", "device", "weights", "target_pass_bytes", "peak_memory_bytes")
 OF_NEWER_FACTS = (
-    *("threads", "kernels", "tiles", "compiled"),
+    *("threads", "kernels", "tiles", "compiled", "uncompiled"),
     *("extra_cores", "slice_seconds", "anatomy", "weights_source", "round_costs", "draft", "processor"),
     *("engine_target", "prompting"),
     *("reference_answer", "any_length", "longest_path", "max_nodes"),

@@ -84,13 +84,16 @@ def is_measured(run_dir: Path, config: Mapping) -> bool:
     if not is_complete(run_dir) or read_json(run_dir / SUMMARY)["status"] != "complete":
         return False
     config = plain(config)
-    if _difference(run_dir, config, _code(config)) is not None:
-        return False
+    return _difference(run_dir, config, _code(config)) is None and not _has_other_weights(run_dir, config)
+
+
+def _has_other_weights(run_dir: Path, config: dict) -> bool:
+    """Whether the weights that a finished run was measured with have changed since."""
     from specbench.measure.machine import provenance  # late: the hub's client takes a second
 
     spec = RunSpec.of(config, read_json(run_dir / FACTS)["unit"])
     now = {"weights": provenance.weights(config["pair"], spec.drafting, spec.engine)}
-    return not provenance.differences(read_json(run_dir / PROVENANCE), now, ["weights"])
+    return bool(provenance.differences(read_json(run_dir / PROVENANCE), now, ["weights"]))
 
 
 def give_up(run_dir: Path, why: str) -> None:
@@ -193,7 +196,10 @@ def _given_folder(run_dir: Path, config: dict, code: dict) -> Path:
     make_folder(run_dir)
     if not any(run_dir.iterdir()):
         return _start(run_dir, config, code)
-    if difference := _difference(run_dir, config, code):
+    difference = _difference(run_dir, config, code)
+    if difference is None and is_complete(run_dir) and _has_other_weights(run_dir, config):
+        difference = "the weights have changed since it was measured"
+    if difference is not None:
         raise UserError(f"cannot resume run_dir={run_dir}: {difference}; name another folder or none")
     return run_dir
 
