@@ -9,7 +9,6 @@ and a stopped one continues where it was stopped.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import sys
@@ -25,6 +24,7 @@ from methods.states import RECORD as STATES
 from specbench.data.conversations import HELD_OUT_EVERY
 from specbench.data.training import RECORD
 from specbench.report.cells import console
+from specbench.system.arguments import Parser
 from specbench.system.errors import one_line_errors
 from specbench.system.files import read_json
 from specbench.tiny.soundness import RESULT, faults, table
@@ -227,7 +227,7 @@ def same_text(weights: Path) -> bool:
 @one_line_errors()
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m methods.family", description=__doc__.splitlines()[0])
+    parser = Parser(prog="python -m methods.family", description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("build/tiny"), help="folder (default: %(default)s)")
     parser.add_argument(
         "--cores",

@@ -13,17 +13,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
 
 from methods.common.build import Step, run_all
 from methods.states import RECORD as STATES
 from methods.states import check_context
+from specbench.config.checks import check_sources
 from specbench.config.compose import program, quoted
-from specbench.data.conversations import check_prompt_weight
+from specbench.data.conversations import check_prompt_weight, check_source
 from specbench.data.training import RECORD, training_pair
 from specbench.decoding.state import NORMED
 from specbench.models.pairs import load_pair
 from specbench.system.errors import UserError
-from specbench.system.settings import Count, NotNegative, Range, Seed, check, check_all, plain
+from specbench.system.files import make_folder
+from specbench.system.settings import Count, NotNegative, Range, Seed, Threads, check, check_all, plain
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -43,7 +46,7 @@ SETTINGS = {
     "prompt_weight": NotNegative,
     "seed": Seed,
     "save_every": Count,
-    "cores": Count,
+    "cores": Threads,
     "out": str,
 }
 PART = {"module": str, "alike": bool, "result": str | None, "draft": str | None, "settings": dict}
@@ -180,13 +183,17 @@ def make(cfg: DictConfig) -> None:
     """Makes all parts as configured (conf/parts.yaml), or continues with them."""
     check_all(cfg, SETTINGS)
     check_prompt_weight(cfg.prompt_weight)
+    check_sources(OmegaConf.masked_copy(cfg, ["pair"]))
+    if cfg.conversations is not None:  # else the target writes its own
+        check_source(cfg.conversations, cfg.pair)
     named = [word for word in HydraConfig.get().overrides.task if word.lstrip("+").startswith("pair")]
     pair = named if any(word.startswith("pair=") for word in named) else [f"pair={cfg.pair.name}", *named]
     out = Path(cfg.out)
     loaded = load_pair(training_pair(cfg.pair), cfg.seed, with_draft=False, weights=False)
     check_context(cfg, loaded)
     layers = loaded.target.config.get_text_config().num_hidden_layers
-    run_all(steps(cfg, pair, layers), out / "logs", cfg.cores, cfg.pair.name)
+    groups = steps(cfg, pair, layers)
+    run_all(groups, make_folder(out / "logs"), cfg.cores, cfg.pair.name)
     print(out / "weights")
 
 

@@ -41,8 +41,15 @@ from specbench.data.training import data_of, questions_of, training_pair
 from specbench.decoding.state import NORMED
 from specbench.models.pairs import Pair, load_pair
 from specbench.system.errors import UserError, file_errors, stoppable
-from specbench.system.files import check_settings, lock_folder, make_folder, read_json, write_json
-from specbench.system.settings import Count, Natural, NotNegative, Seed, check_all
+from specbench.system.files import (
+    check_settings,
+    lock_folder,
+    make_folder,
+    read_json,
+    read_record,
+    write_json,
+)
+from specbench.system.settings import Count, Natural, NotNegative, Seed, check, check_all
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator
@@ -54,12 +61,15 @@ if TYPE_CHECKING:
 
 BEGUN, IDS = "begun.json", "ids.bin"
 HIDDEN = "hidden_"  # what a batch calls states begins so
+ANEW = "remove the folder, and `specbench states` makes it anew"
 SAMPLED = 64  # values of each weight, which tell targets apart
 HELD_OUT, HELD_OUT_ROWS = "held_out", 64
 TOO_MANY = 10_000  # conversations in a row without anything to learn from
 Item = TypeVar("Item")
 # What rows depend on: a trainer must ask for the same.
 SAME = ("length", "prompt_weight", "seed")
+# What the sizes of files depend on.
+OF_FILES = {"hidden_size": Count, "taps": list[int], "top": Natural}
 SETTINGS = {
     "length": Count,
     "batch_size": Count,
@@ -332,7 +342,7 @@ def check_states(cfg: DictConfig) -> None:
     """Checks the folder `cfg.states` of a training as far as that takes no weights.
 
     Raises:
-        UserError: it is not finished, holds other rows, or lacks what the training asks of it.
+        UserError: it is not finished or is damaged, holds other rows, or lacks what the training asks of it.
     """
     for held_out in (False, True):
         record = _record(cfg, text_facts(cfg), held_out)
@@ -344,15 +354,25 @@ def check_states(cfg: DictConfig) -> None:
 
 
 def _record(cfg: DictConfig, wanted: dict[str, Any], held_out: bool) -> dict[str, Any]:
-    """The record of the rows in `cfg.states`. Raises UserError where it has other facts, or there are too few rows."""
+    """The record of the rows in `cfg.states`.
+
+    Raises UserError where it or a file beside it is damaged, where it has other facts, or there are too few rows.
+    """
     folder = _folder(cfg, held_out)
     if not (folder / RECORD).is_file():
         raise UserError(f"there are no states in '{folder}': `specbench states` makes them")
-    record = read_json(folder / RECORD)
+    record = read_record(folder / RECORD)
+    for name, kind in OF_FILES.items():
+        check(f"{folder / RECORD}: {name}", record.get(name), kind)
     for name, value in wanted.items():
         if record.get(name, value) != value:
             raise UserError(f"the states in '{folder}' have {name}={record[name]}; the training has {value}")
+    sizes = _row_sizes(folder, cfg.length, record)
+    if missing := [path for path in sizes if not path.is_file()]:
+        raise UserError(f"the states in '{folder}' lack {missing[0].name}: {ANEW}")
     count, least = _count(cfg, folder), 1 if held_out else cfg.batch_size
+    if damaged := [path for path, size in sizes.items() if path.stat().st_size != count * size]:
+        raise UserError(f"{damaged[0]} does not hold {count} rows, as {IDS} does: {ANEW}")
     if count < least:
         raise UserError(f"'{folder}' holds {count} rows, fewer than batch_size={least}")
     return record

@@ -16,6 +16,7 @@ from specbench.models.devices import place_weights
 from specbench.models.expansion import Sizes
 from specbench.models.model_source import fetch_small_files
 from specbench.system.errors import UserError, one_line, warn
+from specbench.system.files import share_weights
 from specbench.system.paths import packaged
 
 if TYPE_CHECKING:
@@ -313,3 +314,4 @@ def write_checkpoint(
         kind = dtype if tensor.is_floating_point() else tensor.dtype
         saved[name] = tensor.detach().to(kind).contiguous().clone()
     save_file(saved, folder / WEIGHTS, metadata={"format": "pt"})
+    share_weights(folder)

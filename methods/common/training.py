@@ -43,7 +43,8 @@ from specbench.decoding.state import NORMED, Request
 from specbench.models.pairs import Pair, draft_of, load_pair
 from specbench.models.surgery import SHARED, cut, embedding_names, saved_weights, shares_embeddings
 from specbench.system.errors import UserError, stoppable
-from specbench.system.settings import Count, NotNegative, Positive, Range, Seed, check_all
+from specbench.system.files import share_weights
+from specbench.system.settings import Count, NotNegative, Positive, Range, Seed, Threads, check_all
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -71,7 +72,7 @@ SETTINGS = {
     "batch_size": Count,
     "save_every": Count,
     "seed": Seed,
-    "threads": Count | None,
+    "threads": Threads | None,
     "length": Annotated[int, Range(2)],
     "learning_rate": Positive,
     "prompt_weight": NotNegative,
@@ -333,6 +334,7 @@ def save_model(model: PreTrainedModel, pair: Pair, cfg: DictConfig, out: Path) -
     """
     module: Any = model
     module.to(getattr(torch, cfg.save_dtype)).save_pretrained(out, state_dict=saved_weights(model))
+    share_weights(out)
     if cfg.pair.tokenizer is None and not shares_embeddings(model):
         pair.tokenizer.save_pretrained(out)
 

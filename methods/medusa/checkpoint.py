@@ -64,7 +64,7 @@ def load_heads(
         UserError: a file cannot be read, what it holds is a whole model, a key or a shape is missing, unknown or wrong,
             or the heads were made for another target.
     """
-    settings, state = read_checkpoint(folder, WHAT, FILES, lambda config: _check_no_model(folder, config))
+    settings, state = read_checkpoint(folder, WHAT, FILES, lambda config: _check_heads_alone(folder, config))
     width, _, vocab = sizes_trained_for(target, expansion)
     ids = None
     if any(name.removeprefix("medusa_heads.").startswith("blocks.") for name in state):
@@ -142,13 +142,19 @@ def _state(heads: MedusaHeads, block: str, output: str) -> State:
     return state
 
 
-def _check_no_model(folder: str | Path, settings: dict[str, Any]) -> None:
-    """Raises UserError for a whole model, such as Medusa-2's: its answers are not those of the pair's target."""
-    if "num_attention_heads" in settings:
+def _check_heads_alone(folder: str | Path, settings: dict[str, Any]) -> None:
+    """Raises UserError for a whole model, such as Medusa-2's, whose answers are not the target's, or another part."""
+    if "num_attention_heads" in settings and any(name.startswith("medusa_") for name in settings):
         raise UserError(
             f"'{folder}' holds a whole model, not heads alone: those of Medusa-2 were trained together with it and "
             "serve no other target"
         )
+    what = "heads of Hydra" if "hydra_num_heads" in settings else None
+    if "num_attention_heads" in settings:
+        architecture = ", ".join(settings.get("architectures") or ["a model with attention"])
+        what = "an adapter of Kangaroo" if "exit_layer" in settings else architecture
+    if what is not None:
+        raise UserError(f"'{folder}' holds no heads of Medusa, but {what}: name another folder")
 
 
 def _from_vllm(

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from methods.common.checkpoints import fetched
 from specbench.system.errors import UserError
+from specbench.system.files import share_weights
 from specbench.system.paths import packaged
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ FILE, NAME = "streams.safetensors", "streams"
 def save_streams(streams: torch.Tensor, folder: str | Path) -> None:
     """Writes [s, d] embeddings into the folder of their draft model."""
     save_file({NAME: streams.cpu().contiguous()}, Path(folder) / FILE)
+    share_weights(Path(folder))
 
 
 def load_streams(

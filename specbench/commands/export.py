@@ -85,7 +85,7 @@ def main() -> int:
     sys.argv[1:] = positional("form", sys.argv[1:], USAGE)
     # Of a method all that a run takes may be set, of a pair's models the pair alone.
     config = "export_part" if f"form={quoted(PART)}" in sys.argv else "export"
-    return with_hydra(config, one_line_errors()(export))
+    return with_hydra(config, one_line_errors(stops=False)(export))
 
 
 if __name__ == "__main__":

@@ -49,6 +49,8 @@ def lengthen(cfg: DictConfig) -> Path:
         UserError: a setting is wrong, a prompt and its answer do not fit into the context, or there is too little text.
     """
     check_all(cfg, SETTINGS)
+    if not cfg.lengths:
+        raise UserError("lengths is empty: name the tokens of a prompt, such as lengths=[1024]")
     check_sources(cfg)
     from specbench.models.pairs import load_pair  # late: torch takes seconds
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from specbench.config.checks import check_tracker
 from specbench.config.compose import group_file
 from specbench.measure.records import run_folder as store
+from specbench.system.arguments import Parser
 from specbench.system.errors import UserError, one_line, one_line_errors
 from specbench.system.processes import end_with_parent
 
@@ -202,7 +203,7 @@ def _file_name(name: str) -> str:
 @one_line_errors()
 def main() -> int:
     """The commands `log` and `compare`; returns the exit code, 1 if a run was not logged."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m specbench.commands.log",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

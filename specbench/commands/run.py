@@ -146,7 +146,7 @@ class Command:
     def __init__(self) -> None:
         self.jobs: list[Job] = []
 
-    @one_line_errors()  # here already: Hydra would say more
+    @one_line_errors(stops=False)  # here already: Hydra would say more
     def __call__(self, cfg: DictConfig) -> None:
         """Measures a single run."""
         self.jobs.append(Job([], cfg))

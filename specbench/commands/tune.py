@@ -46,9 +46,9 @@ def tune(cfg: DictConfig) -> int:
     optuna = import_optional("optuna", "tune")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     overrides = list(HydraConfig.get().overrides.task)
-    given = {override.lstrip("+").partition("=")[0] for override in overrides}
+    fixed = {override.lstrip("+").partition("=")[0] for override in overrides}
     bounds = dict(searched(cfg.search))
-    space = {key: distribution(optuna, key, bounds[key]) for key in bounds if key not in given}
+    space = {key: distribution(optuna, key, bounds[key]) for key in bounds if key not in fixed}
     if not space:
         raise UserError(
             f"there is nothing to search: {', '.join(bounds) or 'no key'} has bounds, and is given"

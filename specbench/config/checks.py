@@ -28,7 +28,7 @@ from specbench.models.packages import described, is_package
 from specbench.system import settings as values
 from specbench.system.errors import UserError, file_errors, warn
 from specbench.system.paths import packaged
-from specbench.system.settings import Count, Natural, Positive, Seed, Temperature
+from specbench.system.settings import Count, Natural, Positive, Seed, Temperature, Threads
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -50,7 +50,7 @@ KEYS = {
     "rerun": bool,
     "leave_out": bool,
     "slice_seconds": Positive | None,
-    "threads": Count | None,
+    "threads": Threads | None,
     "protocol": Literal["paired", "spec_bench"],
     "run_dir": str | None,
     "runs_root": str,

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from specbench.decoding.drafter import Needs
 
+DRAFTED = ("max_draft_tokens", "nodes")  # what buffers are made for
 BY_THE_RUN = {"pair", "drafter", "threads", "batch_size"}  # what an engine is made with beside its settings
 
 
@@ -310,4 +311,6 @@ def parameters(cls: type, what: str, group: Mapping) -> dict[str, inspect.Parame
         required = takes[key].default is inspect.Parameter.empty
         if value is not None or not required:  # one that is required and missing is told with what it needs
             values.check(f"{what}.{key}", value, takes[key].annotation)
+        if key in DRAFTED and type(value) is int:
+            values.check(f"{what}.{key}", value, values.DraftLength)
     return takes

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import os
 import re
+import shlex
 import sys
 import tempfile
 from contextlib import nullcontext
@@ -30,7 +31,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from specbench import CONF
 from specbench.models.expansion import layer_at
-from specbench.system.errors import UserError, one_line_errors, suggest, warn
+from specbench.system.errors import UserError, one_line_errors, print_stopped, suggest, warn
 
 NO_KEY = re.compile(r"Could not override '([\w.]+)'")  # as Hydra says it
 PART = re.compile(r"\bpair\.parts\.(\w+)")  # as a YAML reads one
@@ -38,6 +39,8 @@ AMBIGUOUS = re.compile(r"Ambiguous value for argument '(.*)'")  # as Hydra says 
 EMBEDDED = "tiny"  # the pair that the embedded family begins with, and its questions
 # Configurations with a method, whose `check` refuses parts that nothing reads.
 OF_METHODS = ("bench", "tune", "serve", "export_part")
+# In which keys may be new: what reads these groups checks their keys, or takes any.
+OPEN = ("method", "drafter", "pair", "engine", "tracker", "search", "parts", "kinds", "task.tasks")
 NOT_COMPOSED = (HydraException, OmegaConfBaseException, yaml.YAMLError)
 
 if TYPE_CHECKING:
@@ -196,7 +199,7 @@ def check_overrides(arguments: list[str]) -> None:
 
     Raises:
         UserError: A group is chosen twice, of which Hydra takes the last; a choice is no name, such as null; a launcher
-            is chosen where there is no sweep to launch; a pair has no such key.
+            is chosen where there is no sweep to launch, or a run folder where there is one; a pair has no such key.
     """
     overrides: dict[str, str] = {}
     for argument in arguments:
@@ -217,6 +220,26 @@ def check_overrides(arguments: list[str]) -> None:
     launcher = [key for key in overrides if re.match(r"hydra[./]launcher\b", key)]
     if launcher and not sweep:
         raise UserError(f"{launcher[0]} needs a sweep: use specbench sweep")
+    if sweep and overrides.get("run_dir", "null") != "null":
+        raise UserError(
+            f"run_dir={overrides['run_dir']} is the folder of one run, and each job of a sweep has its own: set "
+            "runs_root instead"
+        )
+
+
+def check_added(config_name: str, overrides: list[str]) -> None:
+    """Raises UserError for a key that is added with `+` and that nothing reads, which Hydra would take."""
+    for override in overrides:
+        key = override.lstrip("+").partition("=")[0]
+        if not override.startswith("+") or is_group(key) or re.search(r"^hydra\b|[/@]", key):
+            continue
+        # Of a group where keys may be new, the group itself.
+        key = next((name for name in OPEN if key.startswith(f"{name}.")), key)
+        # Data of the user's may leave out keys that the usual ones have.
+        if _unknown_part(key, _composed_of(config_name, [], key)):
+            unknown = _unknown_part(key, _chosen(config_name, overrides, key))
+            if unknown is not None:
+                raise UserError(unknown)
 
 
 def check_pair_keys(pair: Mapping[str, Any], part: str | None = None) -> None:
@@ -308,8 +331,11 @@ def explain(
         return unknown_key(key[1], config_name, overrides)
     if isinstance(error, ConfigCompositionException) and (values := AMBIGUOUS.match(str(error))):
         return f"{values[1]} has several values: `specbench sweep` measures each; a list is key=[a,b]"
-    if isinstance(error, OverrideParseException) and "=" not in error.override:
+    if isinstance(error, OverrideParseException):
         word = error.override
+        name, equals, value = word.partition("=")
+        if equals:
+            return f"{word} cannot be read: quote the text, {name}={shlex.quote(quoted(value))}, or close its brackets"
         near = f": did you mean method={word}?" if word in choices_of("method") else ""
         return f"'{word}' is not key=value{near}"
     return f"{error} {error.__cause__ or ''}"
@@ -324,18 +350,34 @@ def own_error(error: BaseException | None) -> UserError | None:
 
 def unknown_key(key: str, config_name: str, overrides: list[str]) -> str:
     """One line about a key that is not in the configuration which the overrides' group choices give."""
-    pairs = [override.split("=", 1) for override in overrides if "=" in override]
-    choices = [f"{group}={value.split(',')[0]}" for group, value in pairs if is_group(group)]
-    choices += _own_searchpath()
-    node = _composed_of(config_name, [one for one in choices if not one.startswith(f"{key}=")], key)
+    node = _chosen(config_name, overrides, key)
+    if unknown := _unknown_part(key, node):
+        return unknown
+    for part in key.split("."):
+        node = node[part]
+    if isinstance(node, dict):  # in which a value is new
+        return f"a value of '{key}' is new: add it with +{key}.NAME=VALUE"
+    return f"key '{key}' does not exist for every choice of this sweep"
+
+
+def _unknown_part(key: str, node: Any) -> str | None:
+    """One line about the first part of a key that a configuration does not have; None where it has all."""
     for part in key.split("."):
         children = node if isinstance(node, dict) else {}
         if part not in children:
             return f"unknown key '{key}': {suggest(part, children)}"
         node = children[part]
-    if isinstance(node, dict):  # in which a value is new
-        return f"a value of '{key}' is new: add it with +{key}.NAME=VALUE"
-    return f"key '{key}' does not exist for every choice of this sweep"
+    return None
+
+
+def _chosen(config_name: str, overrides: list[str], key: str) -> Any:
+    """The configuration that the overrides' group choices give, to look for a key in."""
+    pairs = [override.split("=", 1) for override in overrides if "=" in override]
+    choices = [
+        f"{group}={value.split(',')[0]}" for group, value in pairs if is_group(group) and "(" not in value
+    ]
+    choices += _own_searchpath()
+    return _composed_of(config_name, [one for one in choices if not one.startswith(f"{key}=")], key)
 
 
 def _composed_of(config_name: str, choices: list[str], key: str) -> Any:
@@ -413,6 +455,7 @@ def compose_arguments(config_name: str, overrides: list[str]) -> DictConfig:
     if user_conf := own_conf():
         warn_of_hidden(user_conf)
     try:
+        check_added(config_name, overrides)
         with initialize_config_dir(str(CONF), version_base="1.3"):
             return compose(config_name, [*overrides, *_own_searchpath()])
     except NOT_COMPOSED as error:
@@ -455,15 +498,14 @@ def with_hydra(config_name: str, task: Callable[[DictConfig], object], goes_on: 
         warn_of_hidden(user_conf)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing and leaving
     try:
+        check_added(config_name, overrides)
         with tempfile.TemporaryDirectory() as scratch:
             os.environ["SPECBENCH_SCRATCH"] = scratch
             hydra.main(version_base="1.3", config_path=str(CONF), config_name=config_name)(task)()
     except NOT_COMPOSED as error:
         raise UserError(explain(error, config_name, overrides)) from error
     except KeyboardInterrupt as stop:
-        place = str(stop) or ("the same command resumes from here" if goes_on else "")
-        print("\nstopped" + (f"; {place}" if place else ""), file=sys.stderr)
-        return 130
+        return print_stopped(str(stop) or ("the same command resumes from here" if goes_on else ""))
     return 0
 
 
@@ -490,7 +532,7 @@ def program(
         codes = [0]
 
         @wraps(task)  # Hydra names the job by what is wrapped
-        @one_line_errors()
+        @one_line_errors(stops=False)
         def counted(cfg: DictConfig) -> None:
             if isinstance(code := task(cfg), int):
                 codes.append(code)

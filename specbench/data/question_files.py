@@ -86,7 +86,8 @@ def _json_lines(path: Path) -> Iterator[tuple[int, str, dict]]:
         where = f"{path}, line {number}"
         try:
             fields = json.loads(line)
-        except ValueError as error:  # bad JSON, or bytes that are not UTF-8
+            json.dumps(fields, ensure_ascii=False).encode()  # half of a surrogate pair is JSON, and no text
+        except ValueError as error:  # bad JSON, or what UTF-8 cannot hold
             raise UserError(f"{where}: not valid JSON ({error})") from error
         if not isinstance(fields, dict):
             raise UserError(f"{where}: expected a JSON object, found {type(fields).__name__}")

@@ -112,8 +112,9 @@ def train(
         if main:
             with _write_errors(out, WRITE_ERRORS):
                 save(out, finite(figures))
-            write_json(out / CONDITIONS, began_with)
+            write_json(out / CONDITIONS, began_with | {"save_dtype": cfg.get("save_dtype")})
             record = _record(cfg, began_with, left_out, world, figures, begins, stages_of(earlier))
+            record["weights"] = sorted(path.name for path in out.glob("*.safetensors"))
             write_json(out / RECORD, record)
             shutil.rmtree(checkpoints, ignore_errors=True)  # of no use once the part itself is there
             print(", ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in figures.items()))
@@ -362,7 +363,7 @@ def is_finished(cfg: DictConfig) -> bool:
     """Whether the folder of a training holds its result, which is then printed.
 
     Raises:
-        UserError: it holds the result of another one, or a model that no training has made.
+        UserError: it holds the result of another one, or a part of one, or a model that no training has made.
     """
     out = Path(cfg.out)
     if not (out / RECORD).exists():
@@ -374,7 +375,16 @@ def is_finished(cfg: DictConfig) -> bool:
             f"{out} holds a finished training without {CONDITIONS}, which records its settings: "
             "remove it to start anew, or name another folder with out="
         )
-    _check_same(out, out / CONDITIONS, conditions(cfg))
+    now = conditions(cfg)
+    if "save_dtype" in read_json(out / CONDITIONS):  # older files do not tell
+        now["save_dtype"] = cfg.get("save_dtype")
+    _check_same(out, out / CONDITIONS, now)
+    missing = [name for name in read_json(out / RECORD).get("weights", ()) if not (out / name).is_file()]
+    if missing:
+        raise UserError(
+            f"{out} holds a finished training without {', '.join(missing)}: remove it to start anew, or name another "
+            "folder with out="
+        )
     print(f"already there: {out}")
     return True
 

@@ -426,7 +426,11 @@ def likelihoods(first: Arm, second: Arm) -> Likelihoods | None:
 
 
 def first_tokens(referee: Referee, arm: Arm) -> Iterator[tuple[Answered, int, float]]:
-    """Of each prompt with many answers: one of them, how many, and the p value of their first tokens (chi-square)."""
+    """Of each prompt with many answers: one of them, how many, and the p value of their first tokens.
+
+    Exact binomial tests of how many are frequent tokens, and how many are each of these; the least p times their number
+    (Bonferroni). A chi-square of some cells with five expected answers gives p values that are too small.
+    """
     by_prompt: dict[tuple[int, ...], list[Answered]] = defaultdict(list)
     for one in arm.judged:
         if one.answer.tokens or arm.stop_ids:
@@ -438,13 +442,19 @@ def first_tokens(referee: Referee, arm: Arm) -> Iterator[tuple[Answered, int, fl
         probs = referee.first_tokens(answers[0].prompt).numpy()
         stop = max(arm.stop_ids, key=lambda token: probs[token], default=0)  # that an empty answer left out
         counts = np.bincount([(answer.tokens or [stop])[0] for answer in answers], minlength=len(probs))
-        often = probs * n >= EXPECTED
-        share, seen = float(probs[often].sum()), int(counts[often].sum())
-        # Two tests: how many are frequent ones, and which of these.
-        p_values = [stats.binomtest(seen, n, min(share, 1.0)).pvalue]
-        if often.sum() > 1 and seen:
-            p_values.append(stats.chisquare(counts[often], probs[often] / share * seen).pvalue)
-        yield answers[0], n, min(1.0, len(p_values) * float(min(p_values)))
+        yield answers[0], n, multinomial_p(counts, probs)
+
+
+def multinomial_p(counts: np.ndarray, probs: np.ndarray) -> float:
+    """The p value of counts [vocabulary] of independent draws from probs [vocabulary]; no lower than the exact one."""
+    n, often = int(counts.sum()), probs * counts.sum() >= EXPECTED
+    cells = [
+        (int(counts[often].sum()), float(probs[often].sum())),
+        *zip(counts[often].tolist(), probs[often].tolist()),
+    ]
+    return min(
+        1.0, len(cells) * min(stats.binomtest(seen, n, min(share, 1.0)).pvalue for seen, share in cells)
+    )
 
 
 def same_answers(first: Arm, second: Arm) -> tuple[int, int]:

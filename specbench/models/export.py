@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 
 from specbench.models.gguf_writer import check_writable, write_gguf
 from specbench.system.errors import UserError, file_errors
-from specbench.system.files import lock_folder, make_folder
+from specbench.system.files import lock_folder, make_folder, share_weights
 from specbench.system.paths import cache_folder
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ def as_folder(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: 
 
     def save(path: Path) -> None:
         model.save_pretrained(path)
+        share_weights(path)
         tokenizer.save_pretrained(path)
 
     return _written(_digest(model, tokenizer), name, save)

@@ -211,8 +211,8 @@ def load_pair(
         trimmed: likewise.
 
     Raises:
-        UserError: a model, tokenizer or template is missing or gated, the vocabularies of draft and target differ, or
-            the device is too small.
+        UserError: a model, tokenizer or template is missing or gated, the vocabularies of draft and target differ, a
+            stop token is not in them, or the device is too small.
     """
     cfg, dtype = embedded(pair_cfg), DTYPES[pair_cfg.dtype]
     device = choose_device(pair_cfg.device) if weights else torch.device("meta")
@@ -233,6 +233,9 @@ def load_pair(
         raise UserError(f"the tokenizer of pair '{cfg.name}' has no chat template: set pair.chat_template")
     config = target.config()
     check_covered(tokenizer, config, cfg.target)
+    if wrong := [i for i in cfg.stop_ids or () if i >= config.vocab_size]:
+        top = config.vocab_size - 1
+        raise UserError(f"pair.stop_ids holds {wrong[0]}, and '{cfg.target}' has the tokens 0 to {top}")
     if draft:
         draft_config = draft.config()
         if not standing_in and draft.has_tokenizer():

@@ -12,6 +12,7 @@ import argparse
 import json
 import math
 import sys
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +23,7 @@ from specbench.report import cells, claims, compare, decision, formats, gate, pa
 from specbench.report.published_tables import published_tables
 from specbench.report.runs import Run, SkippedRun, finished_runs, is_run, summary_frame
 from specbench.report.training_data import training_table
+from specbench.system.arguments import Parser
 from specbench.system.errors import UserError, file_errors, one_line_errors, suggest
 from specbench.system.files import make_folder
 
@@ -91,7 +93,7 @@ def main() -> int:
 
 def compare_runs(arguments: list[str]) -> int:
     """Compares the runs of the command line with the first of them."""
-    parser = argparse.ArgumentParser(prog="python -m specbench.report compare", description=compare.__doc__)
+    parser = Parser(prog="python -m specbench.report compare", description=compare.__doc__)
     parser.add_argument(
         "runs", nargs="+", type=Path, help="run folders; the first is what the others are compared with"
     )
@@ -132,24 +134,27 @@ def compare_runs(arguments: list[str]) -> int:
 
 
 def _metric(text: str) -> str:
-    """One that runs are compared by; raises UserError for another, where argparse would print its usage."""
+    """One that runs are compared by. Raises UserError for another."""
     if text not in compare.METRICS:
         raise UserError(f"unknown metric '{text}': {suggest(text, compare.METRICS)}")
     return text
 
 
 def _limit(text: str) -> float:
-    """A ratio above 0; argparse makes a line of the ValueError."""
-    value = float(text)
-    if not 0 < value < math.inf:
-        raise ValueError(text)
-    return value
+    """A ratio above 0. Raises UserError for anything else."""
+    with suppress(ValueError):
+        if 0 < float(text) < math.inf:
+            return float(text)
+    raise UserError(f"--fail-below must be a number above 0, such as 0.97, not '{text}'")
 
 
 def _key(text: str) -> str:
-    """Not empty, as a variable of CI may be: every key begins with that."""
-    if not text:
-        raise argparse.ArgumentTypeError("must name what may differ, such as versions.torch")
+    """What may differ: a name of what runs are compared by, the beginning of one, or a part of it.
+
+    Raises UserError for another one, and for none, as a variable of CI may be: every name begins with that.
+    """
+    if not text or not any(name.startswith(text) or text.startswith(f"{name}.") for name in gate.NAMES):
+        raise UserError(f"--allow: unknown key '{text}': {suggest(text, gate.NAMES)}")
     return text
 
 
@@ -163,7 +168,7 @@ def write_report(arguments: list[str], with_claims: bool = False) -> int:
     Returns:
         The exit code: 1 when a claim has no run to check it with.
     """
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m specbench.report",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

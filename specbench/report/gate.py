@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from specbench.config.spec import POOL
+from specbench.measure.machine.provenance import COMPARABLE
 from specbench.measure.metrics.statistics import LEAST_POOLS, LEAST_QUESTIONS
 from specbench.report import remarks
 from specbench.report.compare import (
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 # What a gate is there to judge: that the code differs keeps nobody from comparing.
 CODE = ("source_sha256", "versions.specbench")
+# What may differ if a gate is told so: of provenance, and of what a summary says that a run computed with.
+NAMES = (*(name.rstrip(".") for name in COMPARABLE), "engine.version", "kernels", "compiled", "seed")
 PASSED, FAILED, INCOMPARABLE = "passed", "failed", "incomparable"
 EXIT_CODES: dict[str | None, int] = {PASSED: 0, FAILED: 1, INCOMPARABLE: 2}
 

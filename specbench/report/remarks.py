@@ -95,6 +95,14 @@ def repetition_line(summary: dict) -> str:
     return f"4-grams of the answers that do not occur earlier in the answer: {parts}" if parts else ""
 
 
+def changed_drafts_line(summary: dict) -> str:
+    """A warning of a drafter that does not draft the same for the same question; nothing for others."""
+    changed = summary.get("changed_drafts")
+    if not changed:
+        return ""
+    return f"DRAFTS CHANGED between repeats of {paired_over(changed, 'question')}: does it keep something of an answer?"
+
+
 def disturbed(summary: dict) -> str:
     """A warning of a run that stayed disturbed; nothing for others."""
     share = _disturbed_share(summary)

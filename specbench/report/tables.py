@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +25,7 @@ from specbench.report.cells import (
 from specbench.report.labels import as_text, beside_engines, grids, labels, pair_names, task_names
 from specbench.report.phases import FEW
 from specbench.report.runs import Run, SkippedRun, finished_runs
+from specbench.system.arguments import Parser
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -52,6 +52,7 @@ def run_table(summary: dict) -> Table:
         remarks.batch_line(summary),
         *summary.get("notes", ()),
         remarks.acceptance_line(summary["overall"]),
+        remarks.changed_drafts_line(summary),
         remarks.passes_line(summary),
         remarks.machine_line(summary),
         remarks.kernels_line(summary),
@@ -261,7 +262,7 @@ def print_overview(runs: list[Run]) -> None:
 
 def runs_of_command(program: str, description: str | None, with_records: bool = False) -> list[Run]:
     """The finished runs that the command line names, else all in runs/; prints those that are left out."""
-    parser = argparse.ArgumentParser(prog=program, description=description)
+    parser = Parser(prog=program, description=description)
     help_text = "run folders, or folders of them"
     parser.add_argument("runs", nargs="*", type=Path, default=[Path("runs")], help=help_text)
     runs, left_out = finished_runs(parser.parse_args().runs, with_records)

@@ -53,6 +53,12 @@ def print_error(error: UserError) -> None:
     print("error:", " ".join(str(error).split()), file=sys.stderr)
 
 
+def print_stopped(place: str = "") -> int:
+    """Prints on stderr that Ctrl-C has stopped a command, and what the same command will do; returns the exit code."""
+    print("\nstopped" + (f"; {place}" if place else ""), file=sys.stderr)
+    return 130
+
+
 def suggest(name: str, choices: Iterable[str]) -> str:
     """What would be right instead of an unknown `name`: "did you mean kangaroo? (known: ar, kangaroo)".
 
@@ -103,13 +109,20 @@ def file_errors(writing: Path | None = None) -> Iterator[None]:
 
 
 @contextmanager
-def one_line_errors() -> Iterator[None]:
+def one_line_errors(stops: bool = True) -> Iterator[None]:
     """Around an entry point, as decorator or context: a UserError becomes one line on stderr and exit code 2.
 
     So does a memory that is full. Every other exception keeps its traceback: it is a fault of this program.
+
+    Args:
+        stops: whether Ctrl-C becomes a line and exit code 130, too; False within what tells where a command goes on.
     """
     try:
         yield
+    except KeyboardInterrupt as stop:
+        if not stops:
+            raise
+        raise SystemExit(print_stopped(str(stop))) from None
     except UserError as error:
         print_error(error)
         raise SystemExit(2) from None

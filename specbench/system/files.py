@@ -12,7 +12,7 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from specbench.system.errors import BusyError, UserError, file_errors
+from specbench.system.errors import BusyError, UserError, file_errors, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -122,6 +122,14 @@ def _locked(lock_path: Path, what: Path, doing: str, wait: bool) -> Iterator[Non
         yield
 
 
+def share_weights(folder: Path) -> None:
+    """Gives a folder's weights the mode of any new file: safetensors lets nobody else read what it writes."""
+    umask = os.umask(0)
+    os.umask(umask)
+    for file in folder.glob("*.safetensors"):
+        file.chmod(0o666 & ~umask)
+
+
 def write_json(path: Path, value: dict) -> None:
     """Writes JSON atomically; a number that is not finite becomes null."""
     write_atomic(path, json.dumps(finite(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
@@ -130,6 +138,17 @@ def write_json(path: Path, value: dict) -> None:
 def read_json(path: Path) -> dict:
     """The content of a JSON file."""
     return json.loads(path.read_text(encoding="utf-8"))
+
+
+def read_record(path: Path) -> dict:
+    """The content of a JSON file that says what lies beside it. Raises UserError for one that is damaged."""
+    try:
+        record = read_json(path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {one_line(error)}") from error
+    if not isinstance(record, dict):
+        raise UserError(f"{path} cannot be read: it holds no JSON object")
+    return record
 
 
 def refuse_foreign(file: Path, record: Path, tells: str) -> None:
@@ -147,14 +166,14 @@ def refuse_foreign(file: Path, record: Path, tells: str) -> None:
 
 
 def check_settings(file: Path, wanted: Mapping[str, Any], what: str) -> None:
-    """Raises UserError where a file of settings, if there is one, says that something was begun with other ones.
+    """Raises UserError where a file of settings, if there is one, is damaged or says that other ones were begun with.
 
     Args:
         file: the settings that it was begun with.
         wanted: those that it is to go on with.
         what: it is, for the error.
     """
-    there = read_json(file) if file.exists() else {}
+    there = read_record(file) if file.exists() else {}
     for name, value in wanted.items():
         if there.get(name, value) != value:
             raise UserError(

@@ -38,6 +38,8 @@ class Range:
 
 
 Count = Annotated[int, Range(1)]
+Threads = Annotated[int, Range(1, 1024)]  # more than a machine has cores; torch crashes with very many
+DraftLength = Annotated[int, Range(1, 10_000)]  # or nodes of a tree
 Natural = Annotated[int, Range(0)]
 Positive = Annotated[float, Range(0, above=True)]
 NotNegative = Annotated[float, Range(0)]

@@ -22,7 +22,6 @@ differ a little. The comparison at the end therefore also gives the held-out los
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import shutil
@@ -37,6 +36,7 @@ import torch
 from omegaconf import OmegaConf
 
 from specbench.data import training
+from specbench.system.arguments import Parser
 from specbench.system.errors import one_line_errors
 from specbench.tiny import models, world
 from specbench.tiny.data import PROMPT_WEIGHT, packed_batches
@@ -303,9 +303,7 @@ def install(out: Path, shipped: Path) -> None:
 @one_line_errors()
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m specbench.tiny.train", description=__doc__.splitlines()[0]
-    )
+    parser = Parser(prog="python -m specbench.tiny.train", description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("build/tiny"), help="folder (default: %(default)s)")
     parser.add_argument("--threads", type=int, help="of torch (default: $OMP_NUM_THREADS, or all cores)")
     parser.add_argument("--smoke", action="store_true", help="every stage at toy scale, in seconds")

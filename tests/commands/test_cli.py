@@ -81,6 +81,17 @@ def test_a_command_runs_its_module_and_returns_its_exit_code(called, words, modu
     assert called == [(module, passed)]
 
 
+@pytest.mark.parametrize("command", ["report", "compare A B", "audit answers.jsonl"])
+def test_ctrl_c_is_one_line_also_while_modules_are_imported(called, monkeypatch, capsys, command):
+    def stop(_module: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli.importlib, "import_module", stop)
+    sys.argv[1:] = command.split()
+    assert exit_code(cli.main) == 130
+    assert capsys.readouterr().err == "\nstopped\n"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", cli.COMMANDS)
 def test_every_command_has_a_module_with_a_main_function(name):

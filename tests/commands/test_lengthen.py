@@ -87,6 +87,7 @@ def test_no_more_is_tokenised_than_a_few_prompts(count, words):
         (["lengths=[4000]", "room=400"], "do not fit into the context of 4096 tokens"),
         (["lengths=[10]"], "lengths=10: not even one document fits"),
         (["lengths=[0]"], "lengths"),
+        (["lengths=[]"], "^lengths is empty: "),
         (["count=0"], "count"),
     ],
 )

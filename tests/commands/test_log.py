@@ -30,6 +30,7 @@ from specbench.report.runs import read_runs, summary_frame
 from specbench.report.wandb_run import run_id, scalars
 from specbench.system.errors import UserError
 from specbench.system.files import read_json, write_json
+from tests.support.commands import exit_code
 from tests.support.messages import says
 from tests.support.synthetic import CONFIG, FACTS, TIE, answered, record
 from tests.support.wandb_server import KEY, serving
@@ -336,6 +337,17 @@ def test_a_key_on_the_command_line_is_told_of_the_options(runs, monkeypatch, cap
     with pytest.raises(SystemExit):
         tracking.main()
     assert says(capsys.readouterr().err, "log takes ... --mode ... not tracker.mode=offline")
+
+
+def test_wrong_options_are_one_line(monkeypatch, capsys):
+    for words, named in (
+        (["log"], "required: run_dir"),
+        (["log", "A", "--mode", "of"], "invalid choice: 'of'"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["log", *words])
+        assert exit_code(tracking.main) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("error: ") and named in error and error.count("\n") == 1
 
 
 def test_nothing_is_written_without_a_tracker(run_dir):

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from specbench.config.checks import check, check_values, warn_of_world
 from specbench.config.combinations import check_method
-from specbench.config.compose import CONF, base_pair, check_overrides, check_pair_keys
+from specbench.config.compose import CONF, base_pair, check_added, check_overrides, check_pair_keys
 from specbench.data.question_files import TASKS
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.scheduler import Scheduler
@@ -225,6 +225,43 @@ def test_a_pair_without_published_weights_names_none():
     for pair in ("vicuna-7b", "vicuna-33b"):
         with pytest.raises(UserError, match="has no part 'eagle3'"):
             check_method(resolved(f"pair={pair}", "method=eagle3"))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("+data.limitt=3", r"^unknown key 'data\.limitt': did you mean limit\?"),
+        (
+            "++decoding.max_new_token=5",
+            r"^unknown key 'decoding\.max_new_token': did you mean max_new_tokens\?",
+        ),
+        ("+thread=1", "^unknown key 'thread': did you mean threads\\?"),
+        ("+search.k=[1,2]", "^unknown key 'search': "),
+    ],
+)
+def test_an_added_key_that_nothing_reads_is_refused(override, message):
+    with pytest.raises(UserError, match=message):
+        check_added("bench", ["method=pld", override])
+
+
+def test_added_keys_that_are_read_are_not_refused(tmp_path, monkeypatch):
+    more = ("+engine.speculative.sps.synth_len=3.0", "+task.tasks.mine=[qa]", "+method.gamma=3", "++seed=1")
+    check_added(
+        "bench", [*more, "+hydra.launcher.setup=[exit]", "+experiment=smoke", "+hydra/launcher=ray", "-m"]
+    )
+    check_added("tune", ["++trials=2", "+search.k=[1,2]"])
+    check_added("converse", ["+kinds.poetry={share: 5}"])
+    (tmp_path / "conf" / "data").mkdir(parents=True)
+    (tmp_path / "conf" / "data" / "mine.yaml").write_text("{name: mine, path: questions.jsonl, mine: 1}")
+    monkeypatch.chdir(tmp_path)
+    check_added("bench", ["data=mine", "+data.limit=3", "++data.mine=2"])
+
+
+def test_a_sweep_in_the_folder_of_one_run_is_refused():
+    with pytest.raises(UserError, match="^run_dir=x is the folder of one run, .*: set runs_root instead$"):
+        check_overrides(["-m", "method=sps,pld", "run_dir=x"])
+    check_overrides(["method=sps", "run_dir=x"])
+    check_overrides(["-m", "method=sps,pld", "run_dir=null"])
 
 
 def test_a_launcher_without_a_sweep_is_told_what_is_missing():

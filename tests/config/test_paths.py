@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 import pytest
 
 from specbench.config.compose import compose_arguments, positional
@@ -16,6 +18,16 @@ def test_a_folder_with_any_name_holds_own_yamls(tmp_path, monkeypatch):
     assert compose_arguments("bench", ["pair=mine"]).pair.name == "mine"
     with pytest.raises(UserError, match="unknown key 'pairs'"):
         compose_arguments("bench", ["pair=mine", "pairs=1"])
+
+
+@pytest.mark.parametrize("name", ["b[1].jsonl", "b (1).jsonl", "größe", "b's", "t=0.8"])
+def test_a_path_that_needs_quotes_is_told_so(name):
+    with pytest.raises(UserError) as caught:
+        compose_arguments("bench", [f"data.path=/a/{name}"])
+    message = str(caught.value)
+    assert "cannot be read: quote the text, data.path='" in message and "\n" not in message
+    (override,) = shlex.split(message.partition("quote the text, ")[2].partition(", or close")[0])
+    assert compose_arguments("bench", [override]).data.path == f"/a/{name}"
 
 
 def test_a_file_with_any_name_is_one_argument(tmp_path, monkeypatch):

@@ -117,6 +117,10 @@ def test_a_limit_is_per_task_and_even_over_categories(file, limit):
     ("broken", "says"),
     [
         ('{"question_id": 1,', "not valid JSON"),
+        (
+            json.dumps({"question_id": 1, "category": "qa", "turns": ["\ud800"]}),
+            "surrogates not allowed",
+        ),
         ("[1]", "expected a JSON object"),
         (json.dumps({"category": "qa", "turns": ["x"]}), "'question_id' is missing"),
         (json.dumps({"question_id": 1, "turns": ["x"]}), "'category' is missing"),

@@ -31,6 +31,7 @@ from specbench.engines.audit import (
     first_tokens,
     largest_rounding,
     likelihoods,
+    multinomial_p,
     read_answers,
     same_answers,
 )
@@ -295,6 +296,17 @@ def test_drawn_answers_are_as_likely_as_drawn_ones():
         name: p for arm in arms[:3] for _, _, p in first_tokens(Referee(pair, 0.8), arm) for name in arm.name
     }
     assert first["0"] > 1e-4 > first["1"]
+
+
+def test_first_tokens_raise_no_more_false_alarms_than_their_p_says():
+    """Few answers of a steep distribution: where a chi-square says 1e-4, 1e-3 is true."""
+    generator, probs = np.random.default_rng(0), 0.6 ** np.arange(1, 40)
+    probs /= probs.sum()
+    p_values = np.array([multinomial_p(generator.multinomial(30, probs), probs) for _ in range(4000)])
+    for level in (0.1, 0.01, 0.001):
+        assert (p_values < level).mean() <= level + 2 * (level / 4000) ** 0.5
+    other = np.roll(probs, 1)
+    assert np.median([multinomial_p(generator.multinomial(60, other), probs) for _ in range(20)]) < 1e-6
 
 
 def test_the_surprise_of_a_token_is_zero_on_average():

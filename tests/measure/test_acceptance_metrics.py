@@ -8,9 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specbench.measure.metrics import summary as metrics
 from specbench.measure.metrics.acceptance import acceptance_length, mbsu
 from specbench.measure.metrics.dataframes import steps_frame
 from tests.support.synthetic import (
+    CONFIG,
     FACTS,
     columns,
     generation,
@@ -114,3 +116,22 @@ def test_where_drafts_are_not_counted_there_are_lengths_and_no_rates(told):
     assert found["acceptance_length"] == 2.0
     assert found["acceptance_rate"] is None and found["accepted_per_verified"] is None
     assert found["acceptance_by_position"] == found["judged_by_position"] == [] and found["mbsu"] is None
+
+
+def test_a_drafter_that_drafts_otherwise_in_a_repeat_is_noticed():
+    """In one process: another one may round otherwise, and so may batches, draws, and what hangs on times."""
+
+    def measured(*accepted, processes=(0, 0), **changes):
+        records = [
+            record(1, turns=[turn(method=generation(rounds))]) | {"repeat": i, "process": process}
+            for i, (rounds, process) in enumerate(zip(accepted, processes))
+        ]
+        same = [record(2, turns=[turn(method=generation([3, 0]))]) | {"repeat": i} for i in range(2)]
+        config = CONFIG | {"decoding": CONFIG["decoding"] | changes}
+        return metrics.summary([*records, *same], FACTS, config)["changed_drafts"]
+
+    assert measured([2, 1], [2, 1]) == 0
+    assert measured([2, 1], [1, 2]) == 1
+    assert measured([2, 1], [1, 2], processes=(0, 1)) == 0
+    assert measured([2, 1], [1, 2], temperature=0.7) is None
+    assert measured([2, 1], [1, 2], draft_length="goodput") is None

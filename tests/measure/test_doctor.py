@@ -11,6 +11,7 @@ from functools import partial
 import pytest
 import torch
 
+from methods.sps import SpeculativeSampling
 from specbench.commands import doctor as command
 from specbench.config.checks import check
 from specbench.config.spec import make_drafter
@@ -50,7 +51,7 @@ class Case:
         self.make = partial(make_drafter, self.spec.drafter, pair=self.pair)
 
     def findings(self, wrap=lambda drafter: drafter) -> str:
-        return "\n".join(examine(self.pair, lambda: wrap(self.make()), self.requests)[1])
+        return "\n".join(examine(self.pair, lambda **other: wrap(self.make(**other)), self.requests)[1])
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +141,7 @@ class TestPlantedFaults:
 
         def rates(pair, watched, requests):
             rate = 5 if watched.change else {12: 20, 11: 70, 13: 10}[watched.read[12]]
-            return doctor.Counts(100, Counter({0: rate}), Counter(), Counter())
+            return doctor.Counts(100, Counter({0: rate}))
 
         monkeypatch.setattr(doctor, "observed", rates)
         base = rates(eagle.pair, doctor.Watched(Reads()), ())
@@ -175,6 +176,23 @@ class TestPlantedFaults:
             return Spoiled(drafter, tokens=tokens)
 
         assert "place 2 is accepted at 0.0" in Case("sps").findings(broken)
+
+    def test_a_cache_of_a_draft_model_that_lacks_a_token(self, monkeypatch):
+        """A draft model still guesses much of the text: its rates look like those of a weak one."""
+        monkeypatch.setattr(
+            SpeculativeSampling, "_lacking", lambda drafter, batch: 1
+        )  # also after a full acceptance
+        assert "with the target itself as draft model 0." in Case("sps").findings()
+
+    def test_states_that_are_stale_after_an_acceptance(self, eagle):
+        """States of the wrong sign wherever a draft token was accepted."""
+
+        class Stale(Spoiled):
+            def commit(self, batch, verified):
+                self.of_states = (lambda x: x) if max(verified.own_counts) == 0 else torch.neg
+                super().commit(batch, verified)
+
+        assert "after rounds that accepted draft tokens" in eagle.findings(Stale)
 
     @pytest.mark.parametrize(
         ("spoil", "message"),

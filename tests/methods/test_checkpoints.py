@@ -16,6 +16,7 @@ from methods.common.checkpoints import (
     read_checkpoint,
     ready,
     sizes_trained_for,
+    write_checkpoint,
 )
 from specbench.decoding.cpu.packed_linear import PackedLinear
 from specbench.decoding.model.staged_model import StagedModel
@@ -41,6 +42,12 @@ def test_a_folder_of_the_project_is_read_from_wherever_the_command_runs(tmp_path
     monkeypatch.chdir(tmp_path)
     settings, state = read_checkpoint("specbench/tiny/weights/medusa", WHAT, [WEIGHTS])
     assert settings["medusa_num_heads"] == len({name.split(".")[0] for name in state})
+
+
+def test_whoever_reads_the_settings_of_a_part_reads_its_weights(tmp_path):
+    write_checkpoint(tmp_path, {}, {"a": torch.ones(2)}, torch.float32)
+    modes = {(tmp_path / name).stat().st_mode for name in ("config.json", WEIGHTS)}
+    assert len(modes) == 1
 
 
 def test_a_part_was_trained_for_the_target_as_it_was_before_it_was_expanded():

@@ -225,6 +225,16 @@ def test_whole_models_and_trees_that_are_too_deep_are_refused(folder, tmp_path):
     (tmp_path / "two" / "config.json").write_text(json.dumps(settings))
     with pytest.raises(UserError, match="whole model.*Medusa-2"):
         loaded(tmp_path / "two")
+    for name, what in (
+        ("kangaroo", "an adapter of Kangaroo"),
+        ("hydra_heads", "heads of Hydra"),
+        ("eagle3", "LlamaForCausalLMEagle3"),
+        ("eagle", "a model with attention"),
+    ):
+        with pytest.raises(
+            UserError, match=f"{name}' holds no heads of Medusa, but {what}: name another folder"
+        ):
+            loaded(f"specbench/tiny/weights/{name}")
     deep = saved_heads(random_pair("llama"), tmp_path, tree=[[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]])
     with pytest.raises(UserError, match="4 levels, but there are 3 heads"):
         Medusa(random_pair("llama"), deep)

@@ -109,6 +109,24 @@ def test_rows_that_the_context_does_not_hold_are_refused_before_anything_is_made
         parts.make(composed("parts", *pair, "length=4097", f"out={tmp_path}/build"))
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["pair=local"], "^pair local has no target: set pair.target to"),
+        (["pair=tiny", "pair.dtype=x"], "^unknown pair.dtype 'x'"),
+        (["pair=tiny", "cores=2000"], "^cores must be a whole number from 1 to 1024"),
+        (["pair=tiny", "out=FILE"], "^cannot make the folder .*FILE/logs: a file is in its place"),
+    ],
+)
+def test_what_cannot_be_made_is_one_line(tmp_path, monkeypatch, words, message):
+    monkeypatch.chdir(tmp_path)
+    Path("FILE").write_text("")
+    monkeypatch.setattr(parts, "run_all", lambda *_: None)
+    monkeypatch.setattr(parts.HydraConfig, "get", lambda: OmegaConf.create({"overrides": {"task": []}}))
+    with pytest.raises(UserError, match=message):
+        parts.make(composed("parts", *words))
+
+
 def test_of_blocks_all_tokens_are_judged(tmp_path):
     cfg = composed("parts", f"out={tmp_path}", "loss_tokens=8")
     judged = {

@@ -330,6 +330,30 @@ def test_a_trainer_refuses_states_that_lack_a_depth(workplace, folder, tmp_path)
         kangaroo_train.train(cfg)
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        (states.RECORD, b"{", "states.json cannot be read: JSONDecodeError"),
+        (states.RECORD, b"[]", "states.json cannot be read: it holds no JSON object"),
+        (states.RECORD, b'{"rows": 3}', "states.json: hidden_size must be a whole number"),
+        (states.IDS, None, "lack ids.bin: remove the folder, and `specbench states` makes it anew"),
+        ("hidden_1.bin", None, "lack hidden_1.bin: "),
+        ("probs.bin", b"half", "probs.bin does not hold .* rows, as ids.bin does: "),
+    ],
+)
+def test_a_damaged_folder_is_one_line(workplace, folder, tmp_path, file, content, message):
+    damaged = tmp_path / "damaged"
+    shutil.copytree(folder, damaged)
+    (damaged / file).unlink() if content is None else (damaged / file).write_bytes(content)
+    more = ("exit_layer=2", f"states={damaged}")
+    with pytest.raises(UserError, match=message) as caught:
+        kangaroo_train.train(training_settings("train_kangaroo", workplace, tmp_path / "out", *more))
+    assert "\n" not in str(caught.value)
+    if content in (b"{", b"[]"):
+        with pytest.raises(UserError, match=message):
+            states.write(settings(workplace, damaged))
+
+
 def test_states_without_distributions_are_no_vocabulary_to_sample(workplace, tmp_path):
     bare = states.write(settings(workplace, tmp_path / "bare", "top=0"))
     more = ("exit_layer=2", f"states={bare}", "vocab_sample=8")

@@ -284,7 +284,14 @@ def test_a_finished_training_is_not_made_again(workplace, tmp_path, monkeypatch,
     assert capsys.readouterr().out.endswith(f"already there: {out}\n")
     with pytest.raises(UserError, match="holds a training with learning_rate="):
         kangaroo_train.train(settings("learning_rate=1e-4"))
+    with pytest.raises(UserError, match="holds a training with save_dtype=float32, not bfloat16"):
+        kangaroo_train.train(settings("save_dtype=bfloat16"))
     assert len(log(out)) == 2 and {path: path.read_bytes() for path in files} == files
+    (out / "model.safetensors").unlink()
+    with pytest.raises(
+        UserError, match="finished training without model.safetensors: remove it to start anew"
+    ):
+        kangaroo_train.train(settings())
     (out / CONDITIONS).unlink()  # of an older version
     with pytest.raises(UserError, match="finished training without conditions.json"):
         kangaroo_train.train(settings())

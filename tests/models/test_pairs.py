@@ -273,6 +273,10 @@ def test_stop_ids_are_the_union(cfg):
     pair = load_pair(cfg, seed=0, with_draft=False)
     assert pair.stop_ids == {5}
     assert pair.decode([65, 5, 66]) == pair.decode([65, 66])
+    rows = pair.target.config.vocab_size
+    cfg.stop_ids = [5, rows]
+    with pytest.raises(UserError, match=rf"pair\.stop_ids holds {rows}, .* the tokens 0 to {rows - 1}$"):
+        load_pair(cfg, seed=0, with_draft=False)
 
 
 def test_bin_weights_load_without_running_code(cfg):

@@ -165,11 +165,27 @@ def test_one_run_is_no_comparison(pair, monkeypatch, capsys):
     assert ended.value.code == 2 and "a comparison needs two finished runs" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("options", [("--fail-below", "nan"), ("--fail-below", "0"), ("--allow", "")])
+@pytest.mark.parametrize(
+    "options",
+    [
+        *(("--fail-below", "nan"), ("--fail-below", "0"), ("--fail-below", "a")),
+        *(("--allow", ""), ("--allow", "foo"), ("--allow", "machines")),
+    ],
+)
 def test_a_limit_that_nothing_can_miss_is_refused(pair, monkeypatch, capsys, options):
     with pytest.raises(SystemExit) as ended:
         command(monkeypatch, capsys, *(run.folder for run in pair(1.5)), *options)
-    assert ended.value.code == 2 and options[0] in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and options[0] in error and error.count("\n") == 1
+    assert ("did you mean machine?" in error) == ("machines" in options)
+
+
+@pytest.mark.parametrize(
+    "key", ["machine", "machine.cpu", "versions.torch", "config.pair", "kernels", "seed"]
+)
+def test_what_may_differ_is_named_by_its_beginning(pair, monkeypatch, capsys, key):
+    folders = (one.folder for one in pair(1.5))
+    assert command(monkeypatch, capsys, *folders, "--fail-below", "0.5", "--allow", key)[0] == 0
 
 
 def test_too_few_questions_for_an_interval_may_not_be_compared(run):  # noqa: F811

@@ -131,7 +131,14 @@ def test_the_command_says_when_there_is_nothing(called, tmp_path, capsys):
 def test_a_report_that_cannot_be_written_or_read_is_one_line(called, tmp_path, capsys):
     write_run(tmp_path, "run")
     (tmp_path / "file").write_text("")
-    for arguments, named in ((["run", "--out", "file"], "file"), (["x" * 300], "x" * 300)):
+    for arguments, named in (
+        (["run", "--out", "file"], "file"),
+        (["x" * 300], "x" * 300),
+        (
+            ["run", "--ouut", "file"],
+            "unrecognized arguments: --ouut file; usage: python -m specbench.report [-h] ",
+        ),
+    ):
         with pytest.raises(SystemExit, match="2"):
             called(*arguments)
         error = capsys.readouterr().err

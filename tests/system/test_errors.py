@@ -63,6 +63,16 @@ def test_a_full_machine_is_one_line_and_no_fault_of_a_model(error, capsys):
     assert capsys.readouterr().err.startswith("error: the machine has not enough free memory: a smaller")
 
 
+def test_ctrl_c_is_one_line_unless_an_outer_one_tells_more(capsys):
+    for place, line in (((), "stopped"), (("goes on",), "stopped; goes on")):
+        with pytest.raises(SystemExit) as exit_, one_line_errors():
+            raise KeyboardInterrupt(*place)
+        assert exit_.value.code == 130 and capsys.readouterr().err == f"\n{line}\n"
+    with pytest.raises(KeyboardInterrupt), one_line_errors(stops=False):
+        raise KeyboardInterrupt
+    assert capsys.readouterr().err == ""
+
+
 def test_other_errors_keep_their_traceback():
     with pytest.raises(RuntimeError, match="no memory"), one_line_errors():
         raise RuntimeError("no memory")

@@ -95,6 +95,21 @@ def sequences_per_pass(rounds: pd.DataFrame) -> float | None:
     return ratio(len(rounds), (1 / rounds["sequences"]).sum())
 
 
+def changed_drafts(rounds: pd.DataFrame) -> int | None:
+    """Questions whose rounds were not the same in all repeats of one process; None where none has several.
+
+    A drafter forgets an answer before it is repeated: where drafting is greedy, other drafts are made of something that
+    it has kept, or of arithmetic that is not the same twice.
+    """
+    answer = ["process", "question_id", "turn"]
+    answers = rounds.groupby([*answer, "repeat"])[["drafted", "accepted"]].agg(tuple)
+    repeats = answers.groupby(level=answer)
+    if not (repeats.size() > 1).any():
+        return None
+    changed = (repeats.nunique() > 1).any(axis=1)
+    return int(changed.groupby(level="question_id").any().sum())
+
+
 def occupancy(rounds: pd.DataFrame, batch_size: int) -> float | None:
     """Sequences that ran / slots that there were."""
     sequences = sequences_per_pass(rounds)

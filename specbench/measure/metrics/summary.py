@@ -15,7 +15,7 @@ import pandas as pd
 from specbench.config.spec import POOL, QUESTION, RunSpec
 from specbench.data.contamination import uncleared_lines
 from specbench.data.warm_start import warm_lines
-from specbench.measure.metrics.acceptance import acceptance_length, acceptance_rate, ratio
+from specbench.measure.metrics.acceptance import acceptance_length, acceptance_rate, changed_drafts, ratio
 from specbench.measure.metrics.dataframes import failed_questions, generations_frame, steps_frame
 from specbench.measure.metrics.drift import thirds, thirds_lines
 from specbench.measure.metrics.engine import engine_numbers, likelihoods
@@ -118,6 +118,7 @@ def summary(records: list[dict], facts: dict, config: dict) -> dict:
         "engine": engine_numbers(every, generations, facts),
         "likelihood": likelihoods(every),
         "ties": ties(every),
+        "changed_drafts": changed_drafts(measured.rounds) if drafts_alike(config, facts, spec) else None,
         "training": facts.get("training", {}),
         "trained_weights": facts.get("trained_weights", {}),
         "overall": overall,
@@ -137,6 +138,13 @@ def summary(records: list[dict], facts: dict, config: dict) -> dict:
         "equivalence": overall["equivalence"],
         "baseline": baseline | _judged(every, "baseline_equivalence"),
     }
+
+
+def drafts_alike(config: dict, facts: dict, spec: RunSpec) -> bool:
+    """Whether drafts hang on nothing but the text before them: not on chance, on times, or on who shares a batch."""
+    decoding = config["decoding"]
+    fixed = decoding["temperature"] == 0 and decoding.get("draft_length", CONSTANT) == CONSTANT
+    return fixed and spec.engine is None and spec.unit == QUESTION and not facts.get("extra_cores")
 
 
 def _judged(records: list[dict], key: str = "equivalence") -> dict:
