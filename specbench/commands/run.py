@@ -111,8 +111,13 @@ def resume_state(job: Job) -> None:
 def end(job: Job, code: int, reason: str | None = None) -> None:
     """Prints a job's table and the path of its run folder, and tracks it."""
     job.ended(code, reason)
-    if job.run_dir is None or (code == 2 and not (job.run_dir / LOG).exists()):
-        return  # the runner has said here, in one line, what the user can put right
+    if job.run_dir is None:
+        return
+    if code == 2 and not (job.run_dir / LOG).exists():
+        # The runner has said here, in one line, what the user can put right.
+        if job.cfg.run_dir is None and store.discard_unused(job.run_dir):
+            job.run_dir = None
+        return
     if store.is_complete(job.run_dir):
         from specbench.report import tables
         from specbench.report.runs import read_run

@@ -214,7 +214,7 @@ class Certifier:
         alone = setup.served is None and setup.spec.unit != POOL and target.width is None
         if not alone or target.dtype == torch.float32 or not self.protocol.decoding.greedy:
             return None
-        return tie_chance(target, request.prompt, first, self._changes)
+        return tie_chance(target, request.prompt, first, self._rounding)
 
     def noise(self, arm: str) -> float:
         """The rounding noise in logits between an arm and the reference, on its answers to the warm-up questions.
@@ -238,18 +238,23 @@ class Certifier:
     @cached_property
     def _noise_of_shapes(self) -> float:
         """Between passes of ours of different shapes."""
-        setup = self.setup
+        setup, changes = self.setup, self._changes_of_shapes
         trees = setup.drafter.max_nodes > 0
-        noise = shape_noise(setup.target, self._samples, trees, setup.verify_tokens)
+        noise = shape_noise(setup.target, self._samples, trees, setup.verify_tokens, changes)
         if setup.spec.unit == POOL:
             noise = max(noise, batch_noise(setup.target, self._samples, setup.spec.batch_size))
         return noise
 
     @cached_property
-    def _changes(self) -> torch.Tensor:
-        """Between such passes, place by place; none is larger than rounding, and one, unseen, is as large as that."""
-        setup, noise = self.setup, self._noise_of_shapes
-        changes = shape_changes(setup.target, self._samples, setup.drafter.max_nodes > 0, setup.verify_tokens)
+    def _changes_of_shapes(self) -> torch.Tensor:
+        """Between such passes, place by place."""
+        setup = self.setup
+        return shape_changes(setup.target, self._samples, setup.drafter.max_nodes > 0, setup.verify_tokens)
+
+    @cached_property
+    def _rounding(self) -> torch.Tensor:
+        """Those changes: none is larger than rounding, and one, unseen, is as large as that."""
+        changes, noise = self._changes_of_shapes, self._noise_of_shapes
         return torch.cat([changes.clamp(max=noise / 2), changes.new_tensor([noise])])
 
     @cached_property

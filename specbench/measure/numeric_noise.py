@@ -23,6 +23,7 @@ from specbench.system.processes import free_memory
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
+    from specbench.decoding.kv_cache import KVCache
     from specbench.decoding.sampling import SamplingParams
 
 BLOCKS = (2, 4, 6, 8)  # rows per verification pass that are compared with one row, beside the widest one
@@ -32,16 +33,33 @@ NOT_ROUNDING = 4  # times the change in the model's own forward; on CPUs ours is
 
 @torch.inference_mode()
 @uncaptured()
-def forced_logits(target: StagedModel, prompt: list[int], answer: list[int], block: int) -> torch.Tensor:
+def begin(target: StagedModel, prompt: list[int], room: int) -> tuple[KVCache, torch.Tensor]:
+    """The cache of a prompt, with room for so many more tokens, and the logits [1, vocab] after it.
+
+    One answer may be fed to it in several ways, one after the other: a pass sees nothing that lies after it.
+    """
+    cache = target.new_cache(len(prompt) + room + target.padding)
+    return cache, target.prefill(torch.tensor([prompt], device=target.device), cache).logits
+
+
+@torch.inference_mode()
+@uncaptured()
+def forced_logits(
+    target: StagedModel,
+    prompt: list[int],
+    answer: list[int],
+    block: int,
+    begun: tuple[KVCache, torch.Tensor] | None = None,
+) -> torch.Tensor:
     """Logits [len(answer), vocab] that the target gives each token of `answer`, fed `block` rows at a time.
 
     The prompt goes in at once, as in a generation; block 1 repeats the arithmetic of autoregressive decoding. No
-    pass is wider than the target's width: none of a generation is.
+    pass is wider than the target's width: none of a generation is. begun: what `begin` gives for the prompt.
     """
     block = min(block, target.width or block)
     ids = torch.tensor([prompt + answer], device=target.device)
-    cache = target.new_cache(ids.shape[1] + target.padding)
-    logits = [target.prefill(ids[:, : len(prompt)], cache).logits]
+    cache, first = begun or begin(target, prompt, len(answer))
+    logits = [first]
     for start in range(len(prompt), ids.shape[1] - 1, block):
         rows = ids[:, start : min(start + block, ids.shape[1] - 1)]
         logits.append(target.verify(rows[:, :1], Draft(rows[:, 1:]), cache, start)[0])
@@ -51,7 +69,11 @@ def forced_logits(target: StagedModel, prompt: list[int], answer: list[int], blo
 @torch.inference_mode()
 @uncaptured()
 def tree_logits(
-    target: StagedModel, prompt: list[int], answer: list[int], widest: int = max(BLOCKS)
+    target: StagedModel,
+    prompt: list[int],
+    answer: list[int],
+    widest: int = max(BLOCKS),
+    begun: tuple[KVCache, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """As `forced_logits`, each token being a tree's last node, after siblings that it does not see.
 
@@ -61,10 +83,9 @@ def tree_logits(
     n = min(widest, target.width or widest)  # the token's parent, siblings, and itself
     tree = Tree.of(torch.full((n - 1,), -1, device=target.device))
     ids = torch.tensor([prompt + answer], device=target.device)
-    cache = target.new_cache(ids.shape[1] + n + target.padding)
-    logits = [target.prefill(ids[:, : len(prompt)], cache).logits]
+    cache, logits_of_prompt = begun or begin(target, prompt, len(answer) + n)
     first = ids[:, len(prompt) : len(prompt) + 1]
-    logits.append(target.verify(first, Draft(ids[:, :0]), cache, len(prompt))[0])
+    logits = [logits_of_prompt, target.verify(first, Draft(ids[:, :0]), cache, len(prompt))[0]]
     for start in range(len(prompt), ids.shape[1] - 2):
         parent, token = ids[:, start : start + 1], ids[:, start + 1 : start + 2]
         draft = Draft(torch.cat([parent.expand(-1, n - 2), token], dim=1))
@@ -110,6 +131,7 @@ def shape_noise(
     samples: list[tuple[list[int], list[int]]],
     trees: bool = False,
     widest: int = max(BLOCKS),
+    changes: torch.Tensor | None = None,
 ) -> float:
     """Twice the largest change, between block shapes, of the distance of the target's first two choices.
 
@@ -122,19 +144,26 @@ def shape_noise(
         samples: (prompt, answer) token ids.
         trees: also compare a tree's nodes, which lie at other entries of the cache than the tokens of a chain.
         widest: rows of the widest pass in use.
+        changes: what `shape_changes` gives for all this; None: it is asked.
 
     Returns:
-        Logits; 0 where all passes have one width and there are no trees.
+        Logits; 0 where no shape changes any, and there are no trees.
     """
-    ours = shape_changes(target, samples, trees, widest).max().item()
-    if ours == 0.0 and not trees:
-        return 0.0
+    ours = (shape_changes(target, samples, trees, widest) if changes is None else changes).max().item()
+    if ours == 0.0:
+        # Short samples may hold none of the few nodes of trees that round otherwise.
+        return 2 * max(logit_step(target, *sample) for sample in samples) if trees else 0.0
     blocks = {min(block, target.width or block) for block in (*BLOCKS, widest)}
     firsts = [first_two(target, prompt, answer) for prompt, answer in samples]
     model, step = model_change(target, samples, firsts, blocks)
     largest = ours if ours <= NOT_ROUNDING * model else model
-    # At one width few nodes of trees round otherwise, and short samples may hold none of them.
     return 2 * (max(largest, step) if trees else largest)
+
+
+def logit_step(target: StagedModel, prompt: list[int], answer: list[int]) -> float:
+    """A step of the dtype at the largest logit: what a logit is itself rounded to."""
+    logits = forced_logits(target, prompt, answer, max(BLOCKS))
+    return torch.finfo(target.dtype).eps * logits.abs().max().item()
 
 
 def shape_changes(
@@ -147,9 +176,10 @@ def shape_changes(
     blocks = {min(block, target.width or block) for block in (*BLOCKS, widest)}
     changes = []
     for prompt, answer in samples:
-        top, gap = first_two(target, prompt, answer)
-        passes = [forced_logits(target, prompt, answer, n) for n in blocks]
-        passes += [tree_logits(target, prompt, answer, max(blocks))] if trees else []
+        begun = begin(target, prompt, len(answer) + max(blocks))
+        top, gap = first_two(target, prompt, answer, begun)
+        passes = [forced_logits(target, prompt, answer, n, begun) for n in blocks]
+        passes += [tree_logits(target, prompt, answer, max(blocks), begun)] if trees else []
         changes += [(logits.gather(-1, top).diff() - gap).abs().flatten() for logits in passes]
     return torch.cat(changes)
 
@@ -166,6 +196,8 @@ def tie_chance(target: StagedModel, prompt: list[int], answer: list[int], change
         answer: token ids of autoregressive decoding.
         changes: [n] in logits, as `shape_changes` measures them.
     """
+    if not changes.any():
+        return 0.0
     # Where the gap itself is off by a change does not matter on average, and wide passes are fewer.
     gap = forced_logits(target, prompt, answer, max(BLOCKS)).topk(2).values.diff().abs()
     swaps = (changes[None] > gap).float().mean(-1) / 2
@@ -285,13 +317,18 @@ def change(logits: torch.Tensor, top: torch.Tensor, gap: torch.Tensor) -> float:
     return (logits.gather(-1, top).diff() - gap).abs().max().item()
 
 
-def first_two(target: StagedModel, prompt: list[int], answer: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+def first_two(
+    target: StagedModel,
+    prompt: list[int],
+    answer: list[int],
+    begun: tuple[KVCache, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The target's first two choices for each token of an answer, as autoregressive decoding has them.
 
     Returns:
         Ids [n, 2] and the distance [n, 1] of their logits.
     """
-    single = forced_logits(target, prompt, answer, block=1)
+    single = forced_logits(target, prompt, answer, 1, begun)
     top = single.topk(2).indices
     return top, single.gather(-1, top).diff()
 

@@ -393,6 +393,23 @@ def test_exit_code_of_the_child(monkeypatch, tmp_path):
         assert store.why_failed(tmp_path) == {"3": None, "1": "killed by SIGKILL"}[name]
 
 
+@pytest.mark.parametrize("measured", [False, True])
+def test_a_folder_in_which_nothing_was_measured_goes(monkeypatch, capfd, tmp_path, measured):
+    """What the runner refuses leaves none; a run that was cut short, by a full disk, can go on."""
+
+    def refuse(run_dir):
+        if measured:
+            (run_dir / store.RECORDS).write_text("")
+        return 2
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(bench, "measure", refuse)
+    (tmp_path / "q.jsonl").write_text('{"question_id": 1, "category": "qa", "turns": ["?"]}\n')
+    files = ["data.path=q.jsonl", "data.warmup=q.jsonl", "pair.target=.", "pair.tokenizer=null"]
+    assert run_main(monkeypatch, capfd, "method=pld", *files)[0] == 2
+    assert len([*(tmp_path / "runs").iterdir()]) == measured
+
+
 @pytest.mark.slow
 def test_sweep_goes_on_after_a_failure(monkeypatch, capfd, tmp_path):
     asked = []

@@ -261,7 +261,7 @@ def test_a_token_of_no_probability_is_never_a_tie():
 def test_the_noise_is_that_of_the_shapes_in_use(monkeypatch, nodes, unit):
     """Trees, the method's widest verification, and batches are compared, too."""
     asked = []
-    monkeypatch.setattr(certify_module, "shape_noise", lambda *given: asked.append(given[2:]) or 0.1)
+    monkeypatch.setattr(certify_module, "shape_noise", lambda *given: asked.append(given[2:4]) or 0.1)
     monkeypatch.setattr(
         certify_module, "batch_noise", lambda target, samples, size: asked.append(size) or 0.3
     )
@@ -270,7 +270,7 @@ def test_the_noise_is_that_of_the_shapes_in_use(monkeypatch, nodes, unit):
         target=None, drafter=SimpleNamespace(max_nodes=nodes), verify_tokens=10, spec=spec
     )
     certifier = Certifier(setup, None)
-    certifier.__dict__["_samples"] = []
+    certifier.__dict__ |= {"_samples": [], "_changes_of_shapes": torch.zeros(1)}
     assert certifier._noise_of_shapes == (0.3 if unit == "pool" else 0.1)
     assert asked == [(nodes > 0, 10), *([4] if unit == "pool" else [])]
 

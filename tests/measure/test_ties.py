@@ -27,12 +27,13 @@ def test_the_chance_of_a_tie_is_that_of_a_change_beyond_the_gap(monkeypatch):
 
 
 def test_changes_are_those_of_which_the_noise_is_the_largest(monkeypatch):
-    def by_block(target, prompt, answer, block: int) -> torch.Tensor:
+    def by_block(target, prompt, answer, block: int, begun: object = None) -> torch.Tensor:
         """A block of n tokens moves the first choice by n / 100."""
         logits = torch.tensor([[3.0, 1.0, 0.0]] * len(answer))
         return logits + torch.tensor([block / 100 if block > 1 else 0.0, 0.0, 0.0])
 
     monkeypatch.setattr(numeric_noise, "forced_logits", by_block)
+    monkeypatch.setattr(numeric_noise, "begin", lambda *_: None)
     monkeypatch.setattr(numeric_noise, "model_change", lambda *_: (1.0, 0.0))
     target, samples = SimpleNamespace(width=None), [([1, 3], [5, 6, 7])]
     changes = shape_changes(target, samples, widest=12)

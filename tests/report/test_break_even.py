@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from specbench.report import plots
+from specbench.report import plots, sweep_plots
 from specbench.report.break_even import break_evens, crossing, expected_length
 from tests.support.samples import SUMMARY, batched, changed, faster, runs_of
 
@@ -128,12 +128,12 @@ def test_the_plot():
     assert [label.get_text() for label in axes.get_xticklabels()] == ["1", "8"]
     said = [text.get_text() for text in axes.get_legend().get_texts()]
     assert said[-2:] == ["not reached at any measured", "reached at all measured"]
-    assert plots.break_even([SUMMARY]) is None
+    assert sweep_plots.break_even([SUMMARY]) is None
 
 
 @pytest.mark.slow
 def test_each_drafter_has_a_panel_and_of_many_the_title_says_so():
     summaries = [s for cost in ("none", "sps", "pld", "s2d") for s in curve(1.6, cost_of=cost)]
-    figure = plots.break_even(summaries)
-    assert len(figure.axes) == plots.PANELS
+    figure = sweep_plots.break_even(summaries)
+    assert len(figure.axes) == sweep_plots.PANELS
     assert all("(3 of 4 are drawn)" in axes.get_title(loc="left") for axes in figure.axes)

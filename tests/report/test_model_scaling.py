@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from specbench.report import plots
+from specbench.report import plots, sweep_plots
 from specbench.report.model_scaling import baseline_fractions, by_size, of_other_models
 from tests.support.samples import SUMMARY, batched, changed, runs_of
 
@@ -52,7 +52,7 @@ def test_other_runs_are_left_out():
     ]
     old = [SUMMARY | {"weights": "expanded"}, SUMMARY | {"weights": "expanded"}]
     assert by_size([*real, *batches, *old]) == {}
-    assert plots.regimes([*real, *batches, *old]) is None
+    assert sweep_plots.regimes([*real, *batches, *old]) is None
 
 
 def test_other_models_are_points_of_the_methods_that_have_a_line():
@@ -90,7 +90,7 @@ def test_other_models_are_drawn_beside_the_lines():
         f"overall__decode_speedup{end}": 1.4 + by for end, by in (("", 0), ("_low", -0.1), ("_high", 0.1))
     }
     real = sized("sps", 300, 0.6, **ends) | REAL
-    bandwidth, speedups, _ = plots.regimes([*line, real]).axes
+    bandwidth, speedups, _ = sweep_plots.regimes([*line, real]).axes
     assert [text.get_text() for text in bandwidth.get_xticklabels()] == ["100", "300", "400"]
     assert [0.6] in [list(one.get_ydata()) for one in bandwidth.get_lines()]
     assert "real" in [text.get_text() for text in bandwidth.texts]
@@ -99,9 +99,9 @@ def test_other_models_are_drawn_beside_the_lines():
 
 def test_of_many_lines_the_title_says_how_many_are_drawn(monkeypatch):
     summaries = [sized(method, size) for method in ("sps", "pld") for size in (100, 400)]
-    assert plots.regimes(summaries).get_suptitle() == ""
-    monkeypatch.setattr(plots, "MAX_SERIES", 1)
-    assert plots.regimes(summaries).get_suptitle() == "1 of 2 lines are drawn"
+    assert sweep_plots.regimes(summaries).get_suptitle() == ""
+    monkeypatch.setattr(sweep_plots, "MAX_SERIES", 1)
+    assert sweep_plots.regimes(summaries).get_suptitle() == "1 of 2 lines are drawn"
 
 
 def test_the_baselines_share_of_the_bandwidth():

@@ -8,7 +8,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from specbench import ROOT
-from specbench.report import plots
+from specbench.report import plots, sweep_plots
 from specbench.report.runs import Run
 from tests.support.samples import (
     ENGINE,
@@ -177,7 +177,7 @@ def test_throughput_over_the_batch_size(drawn):
 
 def test_batches_of_other_settings_are_lines_of_their_own():
     windows = [changed(batched(batch_size=size), settings__window=8 * size) for size in (2, 4)]
-    lines = plots.throughput(windows).axes[0].lines
+    lines = sweep_plots.throughput(windows).axes[0].lines
     assert [line.get_label() for line in lines] == ["exspec + sps, window=16", "exspec + sps, window=32"]
 
 
@@ -188,7 +188,7 @@ def test_engines_stand_beside_our_own_run_of_the_method():
     )
     unknown = changed(served, engine__name="vllm", baseline__ceiling_tokens_per_second=None)
     unmeasured = changed(served, engine__name="openai", baseline__tokens_per_second=None)
-    figure = plots.engines([SUMMARY, served, unknown, changed(SUMMARY, method="pld"), unmeasured])
+    figure = sweep_plots.engines([SUMMARY, served, unknown, changed(SUMMARY, method="pld"), unmeasured])
     plain, gain = figure.axes
     assert [label.get_text() for label in plain.get_yticklabels()] == [
         *("kangaroo", "kangaroo by llama_cpp", "kangaroo by vllm", "kangaroo by openai")
@@ -201,7 +201,7 @@ def test_engines_stand_beside_our_own_run_of_the_method():
         *[[0.9]] * 3,
     ]
     assert [note.get_text() for note in gain.texts] == ["79/1/0"] * 4
-    assert plots.engines([SUMMARY]) is None
+    assert sweep_plots.engines([SUMMARY]) is None
 
 
 def test_the_heat_map_holds_the_speedups_of_the_grid(drawn):
@@ -243,8 +243,8 @@ def test_where_there_is_nothing_nothing_is_drawn():
     assert plots.figures([]) == {}
     assert plots.figures(runs_of(a=nothing())) == {}
     assert plots.figures(runs_of(a=nothing(batched()), b=nothing(batched(batch_size=4)))) == {}
-    assert plots.throughput([batched(batch_size=1)]) is None
-    assert plots.heat_maps([nothing(summary) for summary in GRID.values()]) == []
+    assert sweep_plots.throughput([batched(batch_size=1)]) is None
+    assert sweep_plots.heat_maps([nothing(summary) for summary in GRID.values()]) == []
     empty = plots.chosen([("a", Run(None, nothing()))])[0]
     for draw in (
         plots.speedup_by_task,
@@ -295,7 +295,7 @@ def test_a_number_that_is_null_crashes_no_plot():
         figure = draw(runs)
         figure.draw_without_rendering()
         assert {"whole", *NULLS} - set(labels_in(figure)) == left_out
-    plots.throughput([changed(batched(), overall__tokens_per_second=None), batched(batch_size=4)])
+    sweep_plots.throughput([changed(batched(), overall__tokens_per_second=None), batched(batch_size=4)])
 
 
 def labels_in(figure: Figure) -> list[str]:
@@ -354,9 +354,9 @@ def test_long_names_of_many_runs_stand_within_the_figure(count):
 
 
 def test_of_many_heat_maps_the_largest_are_drawn_and_their_titles_say_so(monkeypatch):
-    monkeypatch.setattr(plots, "HEAT_MAPS", 1)
+    monkeypatch.setattr(sweep_plots, "HEAT_MAPS", 1)
     small = [faster(1.1, settings={"a": a, "b": b}, pair="small") for a in (1, 2) for b in (1, 2)]
-    (figure,) = plots.heat_maps([*small, *GRID.values()])
+    (figure,) = sweep_plots.heat_maps([*small, *GRID.values()])
     assert figure.axes[0].get_title() == "speedup of sps on tiny (1 of 2 are drawn)"
 
 

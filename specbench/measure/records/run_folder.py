@@ -11,9 +11,10 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import time
 import uuid
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -99,6 +100,15 @@ def _has_other_weights(run_dir: Path, config: dict) -> bool:
 def give_up(run_dir: Path, why: str) -> None:
     """Lets the next command with the same configuration take another folder: this one cannot go on here."""
     write_json(run_dir / GIVEN_UP, {"reason": why})
+
+
+def discard_unused(run_dir: Path) -> bool:
+    """Removes a run folder in which nothing was measured, unless another process holds it; returns whether it did."""
+    if (run_dir / RECORDS).exists():
+        return False
+    with suppress(UserError), lock_folder(run_dir, "removed"):
+        shutil.rmtree(run_dir)
+    return not run_dir.exists()
 
 
 def note_failure(run_dir: Path, why: str) -> None:
