@@ -115,7 +115,7 @@ def end(job: Job, code: int, reason: str | None = None) -> None:
         return
     if code == 2 and not (job.run_dir / LOG).exists():
         # The runner has said here, in one line, what the user can put right.
-        if job.cfg.run_dir is None and store.discard_unused(job.run_dir):
+        if job.cfg.get("run_dir") is None and store.discard_unused(job.run_dir):
             job.run_dir = None
         return
     if store.is_complete(job.run_dir):

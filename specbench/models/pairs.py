@@ -233,7 +233,7 @@ def load_pair(
         raise UserError(f"the tokenizer of pair '{cfg.name}' has no chat template: set pair.chat_template")
     config = target.config()
     check_covered(tokenizer, config, cfg.target)
-    if wrong := [i for i in cfg.stop_ids or () if i >= config.vocab_size]:
+    if not standing_in and (wrong := [i for i in cfg.stop_ids or () if i >= config.vocab_size]):
         top = config.vocab_size - 1
         raise UserError(f"pair.stop_ids holds {wrong[0]}, and '{cfg.target}' has the tokens 0 to {top}")
     if draft:

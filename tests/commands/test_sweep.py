@@ -57,7 +57,7 @@ def test_a_killed_sweep_goes_on_and_names_what_fails(monkeypatch, capfd, tmp_pat
     measure_here(monkeypatch)
     code, out, err = run_main(monkeypatch, capfd, *command)
     assert code == 2, err
-    assert runs(tmp_path)[:2] == [first, second] and len(runs(tmp_path)) == 3
+    assert runs(tmp_path) == [first, second], "what was refused leaves no folder"
     assert states(tmp_path) == [OK, OK, FAILED]
     assert f": runs/{first.name}\n" in out and "all runs" in out
     *_, count, failed, last = out.splitlines()
@@ -68,13 +68,15 @@ def test_a_killed_sweep_goes_on_and_names_what_fails(monkeypatch, capfd, tmp_pat
 
 def test_bad_input_is_told_once_wherever_the_job_was(capsys, tmp_path):
     """A runner here has said it; what one on a cluster says is in its log."""
-    store.note_failure(tmp_path, "the vocabularies differ")
-    job = Job(["method=sps"], OmegaConf.create(), run_dir=tmp_path)
-    bench.end(job, 2)
-    assert capsys.readouterr() == ("", "")
-    (tmp_path / bench.LOG).write_text("error: the vocabularies differ\n")
-    bench.end(job, 2)
-    assert capsys.readouterr() == (f"{tmp_path}\n", f"error: the vocabularies differ; see {tmp_path}\n")
+    here, there = tmp_path / "here", tmp_path / "there"
+    for run_dir in (here, there):
+        run_dir.mkdir()
+        store.note_failure(run_dir, "the vocabularies differ")
+    (there / bench.LOG).write_text("error: the vocabularies differ\n")
+    bench.end(Job(["method=sps"], OmegaConf.create(), run_dir=here), 2)
+    assert capsys.readouterr() == ("", "") and not here.exists()
+    bench.end(Job(["method=sps"], OmegaConf.create(), run_dir=there), 2)
+    assert capsys.readouterr() == (f"{there}\n", f"error: the vocabularies differ; see {there}\n")
 
 
 @pytest.mark.slow
