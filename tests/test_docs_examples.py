@@ -105,7 +105,9 @@ def test_other_python_examples_name_what_exists(page):
     for language, content in blocks(page.read_text(encoding="utf-8")):
         if language == "python":
             imports = [
-                line for line in content.splitlines() if re.match(r"(from|import) (?!methods.(?:ahead|bigram))", line)
+                line
+                for line in content.splitlines()
+                if re.match(r"(from|import) (?!methods.(?:ahead|bigram))", line)
             ]
             exec(compile("\n".join(imports), str(page), "exec"), {})
 
