@@ -152,7 +152,8 @@ def shape_noise(
     ours = (shape_changes(target, samples, trees, widest) if changes is None else changes).max().item()
     if ours == 0.0:
         # Short samples may hold none of the few nodes of trees that round otherwise.
-        return 2 * max(logit_step(target, *sample) for sample in samples) if trees else 0.0
+        passes = (forced_logits(target, *sample, max(BLOCKS)) for sample in samples) if trees else ()
+        return 2 * max((logit_step(target, logits) for logits in passes), default=0.0)
     blocks = {min(block, target.width or block) for block in (*BLOCKS, widest)}
     firsts = [first_two(target, prompt, answer) for prompt, answer in samples]
     model, step = model_change(target, samples, firsts, blocks)
@@ -160,9 +161,8 @@ def shape_noise(
     return 2 * (max(largest, step) if trees else largest)
 
 
-def logit_step(target: StagedModel, prompt: list[int], answer: list[int]) -> float:
+def logit_step(target: StagedModel, logits: torch.Tensor) -> float:
     """A step of the dtype at the largest logit: what a logit is itself rounded to."""
-    logits = forced_logits(target, prompt, answer, max(BLOCKS))
     return torch.finfo(target.dtype).eps * logits.abs().max().item()
 
 
@@ -234,7 +234,7 @@ def foreign_noise(target: StagedModel, samples: list[tuple[list[int], list[int]]
     largest = step = 0.0
     for prompt, answer in samples:
         logits = forced_logits(exact, prompt, answer, block=1)
-        step = max(step, torch.finfo(target.dtype).eps * logits.abs().max().item())
+        step = max(step, logit_step(target, logits))
         largest = max(largest, change(logits, *first_two(target, prompt, answer)))
     return min(2 * math.sqrt(2) * largest, NOT_ROUNDING * step)
 
@@ -295,7 +295,7 @@ def model_change(
     model = step = 0.0
     for (prompt, answer), (top, _) in zip(samples, firsts):
         single = forced_rows(target, prompt, answer, 1, 1)[0]
-        step = max(step, torch.finfo(target.dtype).eps * single.abs().max().item())
+        step = max(step, logit_step(target, single))
         gap = single.gather(-1, top).diff()
         model = max(model, *(change(forced_rows(target, prompt, answer, n, 1)[0], top, gap) for n in blocks))
     return max(model, step), step

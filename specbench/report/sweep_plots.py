@@ -140,7 +140,7 @@ def _break_even_line(
     apart: float,
     limits: tuple[float, float],
 ) -> None:
-    """A line over the batch size; what lies outside of what was measured stands in the margin, as an open triangle."""
+    """A line over the batch size; what lies outside of what was measured is in the margin, as an open triangle."""
     look = look_of(index)
     inside = {size * apart: one.acceptance for size, one in points.items() if math.isfinite(one.acceptance)}
     axes.plot(list(inside), list(inside.values()), markersize=5, label=label, **look)

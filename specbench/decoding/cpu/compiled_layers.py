@@ -421,7 +421,9 @@ def _remove_torn(folder: Path) -> None:
     for path in folder.rglob("*.so"):
         with suppress(FileNotFoundError):  # another process has removed it
             is_new = time.time() - path.stat().st_mtime < LINKING
-            if not is_new and path.read_bytes()[:4] != ELF:
+            with path.open("rb") as library:
+                is_whole = library.read(len(ELF)) == ELF
+            if not is_new and not is_whole:
                 path.unlink()
 
 
