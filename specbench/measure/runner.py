@@ -54,6 +54,7 @@ from specbench.models.pairs import load_pair, pair_for
 from specbench.system.errors import BusyError, UserError, one_line, one_line_errors
 from specbench.system.files import read_json, write_json
 from specbench.system.settings import CONSTANT, GOODPUT, flat, parameters
+from specbench.system.threads import present_cores
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -357,6 +358,7 @@ def facts(bench: Bench) -> dict:
         "target_pass_bytes": counted(setup.target.pass_bytes()) if same_weights else None,
         "threads": torch.get_num_threads(),
         "extra_cores": setup.drafter.extra_cores,
+        "cores": present_cores(),
         "dtype": name_of(pair.dtype),
         "device": str(pair.device),
         "weights": pair.init,

@@ -139,8 +139,9 @@ def _on_pairs(claim: Mapping, runs: list[Run]) -> tuple[Finding, Finding | None]
     if claim["measure"] in COUNTED:
         return find(claim, runs), None
     groups: dict[str, list[Run]] = {"real": [], "expanded": [], "small": []}
+    is_timed = claim.get("what") not in metrics.COUNTED
     for run in runs:
-        if remarks.faults(run.summary):
+        if remarks.faults(run.summary) or (is_timed and remarks.too_few_cores(run.summary)):
             continue
         kind = "small" if _matches(SMALL, run) else "expanded" if _matches(EXPANDED, run) else "real"
         if kind != "real" or _matches(REAL_TEXT, run):

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 RANDOM = "random weights: times and sizes are real, acceptance is not"
 EXPANDED = "text and acceptance are those of the embedded family, times and sizes those of the dimensions"
-DISTURBED = "others were busy on this machine for {} of the time that counts"
-WORST_DISTURBED = 0.1  # of the time that counts, above which a run warns of it first
+DISTURBED = "other processes were busy for {} of the measured time"
+WORST_DISTURBED = 0.1  # of the measured time, above which a run warns of it first
 STOLEN_SHOWN = 0.001
 UNLIKELY = 1e-4  # p value of as many ties as there are
 ONE_POOL = "interval over repeats of one pool: timing noise only"
@@ -66,7 +66,7 @@ def machine_line(summary: dict) -> str:
     machine = summary.get("machine") or {}
     if machine.get("disturbed_share") is None:
         return ""
-    text = f"others disturbed {share_text(machine['disturbed_share'])} of the time"
+    text = f"other processes disturbed {share_text(machine['disturbed_share'])} of the time"
     if machine["measured_again"]:
         still = share_text(machine["still_disturbed_share"])
         text += f" ({still} after measuring {machine['measured_again']} turns again)"
@@ -110,7 +110,7 @@ def disturbed(summary: dict) -> str:
 
 
 def _disturbed_share(summary: dict) -> float:
-    """The share of the time that counts in which others were busy; 0 where it is too small for a warning."""
+    """The share of the measured time in which other processes were busy; 0 where it is too small for a warning."""
     share = (summary.get("machine") or {}).get("still_disturbed_share")
     return 0.0 if share is None or share <= WORST_DISTURBED else share
 
@@ -126,9 +126,18 @@ def disturbances(runs: Iterable[Run]) -> list[str]:
 
 
 def machine_warnings(runs: Iterable[Run]) -> list[str]:
-    """What the machine did to the times of runs: its phases, that it was slow, that others disturbed them."""
+    """What the machine did to the times of runs: its phases, that it was slow, disturbed or had too few cores."""
     runs = list(runs)
-    return [*different_phases(runs), *slow_machines(runs), *disturbances(runs)]
+    crowded = [f"{run.name}: {line}" for run in runs if (line := too_few_cores(run.summary))]
+    return [*different_phases(runs), *slow_machines(runs), *disturbances(runs), *crowded]
+
+
+def too_few_cores(summary: dict) -> str:
+    """A warning of a method that computes on more cores than there are; nothing for others, and older runs."""
+    extra, threads, cores = (summary.get(key) for key in ("extra_cores", "threads", "cores"))
+    if not extra or threads is None or cores is None or threads + extra <= cores:
+        return ""
+    return f"TOO FEW CORES: {threads + extra} wanted, {cores} present; the drafter takes the target's"
 
 
 def kinds(lines: Iterable[str]) -> list[str]:
@@ -428,7 +437,7 @@ def title_text(summary: dict) -> Text:
     sliced = f", {turns(summary)}" if "slice_seconds" in summary else ""
     for line in faults(summary, with_baseline=False):
         text.append(f"{line}\n", style=WRONG)
-    for warning in filter(None, (slow_machine(summary), disturbed(summary))):
+    for warning in filter(None, (slow_machine(summary), disturbed(summary), too_few_cores(summary))):
         text.append(f"{warning}\n", style=WRONG)
     chosen = as_text({name: value for name, value in summary["settings"].items() if value is not None})
     settings = f" ({', '.join(chosen)})" if chosen else ""

@@ -74,10 +74,15 @@ def use_threads(
 
 
 def usable_cores() -> int:
-    """How many cores this process may compute on: its own, within its quota, and no more than torch takes by itself."""
+    """How many cores this process may compute on, and no more than torch takes by itself."""
+    return min(present_cores(), torch.get_num_threads())
+
+
+def present_cores() -> int:
+    """How many cores this process may compute on: its own, within its quota."""
     quota = cpu_quota()
-    within = () if quota is None else (math.ceil(quota),)
-    return min(len(own_cores()), torch.get_num_threads(), *within)
+    cores = len(own_cores())
+    return cores if quota is None else min(cores, math.ceil(quota))
 
 
 def counts(most: int) -> list[int]:

@@ -139,6 +139,16 @@ def test_cores_of_a_methods_own_stand_in_the_line(tmp_path):
     assert found(claim, runs).remark == "ours (2 cores) against weak; 30 questions"
 
 
+def test_a_run_with_too_few_cores_counts_for_what_needs_no_clock_alone(tmp_path):
+    claim = {"measure": "number", "of": {"method": "ours"}, "at_least": 1.0}
+    short = SUMMARY | {"method": "ours", "threads": 2, "extra_cores": 1, "cores": 2}
+    run = run_of(tmp_path, "short", short, records=journal(1.5))
+    assert claims.check(claim, [run]).small.verdict == "not measured"
+    assert claims.check(claim | {"what": "acceptance_length"}, [run]).fitting.estimate is not None
+    enough = run_of(tmp_path, "enough", short | {"threads": 1}, records=journal(1.5))
+    assert claims.check(claim, [run, enough]).small.estimate is not None
+
+
 def test_the_last_run_of_ours_that_every_other_can_be_compared_with_counts(tmp_path):
     """A later one, which nobody else was run beside, takes no verdict away."""
     speedups = {"ours": 1.8, "weak": 1.2, "strong": 1.5}

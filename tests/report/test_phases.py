@@ -118,7 +118,7 @@ def test_many_disturbed_runs_share_a_line():
         }
     )
     (line,) = remarks.disturbances(runs)
-    assert says(line, "DISTURBED in 4 of 5 runs: ... for 30 to 90% of the time")
+    assert says(line, "DISTURBED in 4 of 5 runs: ... for 30 to 90% of the measured time")
     assert len(remarks.disturbances(runs[:3])) == 3
 
 

@@ -79,7 +79,7 @@ MACHINE = {
 def test_what_others_did_on_the_machine_is_told():
     text = shown(tables.run_table(SUMMARY | {"machine": MACHINE}))
     words = " ".join(text.split())
-    assert "others disturbed 30% of the time (4.0% after measuring 5 turns again)" in words
+    assert "other processes disturbed 30% of the time (4.0% after measuring 5 turns again)" in words
     assert "used 0.42 cores on average; 2.0% was stolen" in words and "DISTURBED" not in text
     unknown = dict.fromkeys(MACHINE)
     assert "disturbed" not in shown(tables.run_table(SUMMARY | {"machine": unknown}))
@@ -88,7 +88,7 @@ def test_what_others_did_on_the_machine_is_told():
 def test_a_run_that_stayed_disturbed_says_so_first():
     stayed = SUMMARY | {"machine": MACHINE | {"still_disturbed_share": 0.25}}
     first, *_ = shown(tables.run_table(stayed)).splitlines()
-    assert first.startswith("DISTURBED: others were busy") and "25% of the time that counts" in first
+    assert first.startswith("DISTURBED: other processes were busy") and "25% of the measured time" in first
     noted = remarks.cautions(runs_of(calm=SUMMARY | {"machine": MACHINE}, busy=stayed))
     assert [line.split(":")[0] for line in noted] == ["busy"]
 
@@ -269,3 +269,12 @@ def test_engines_stand_side_by_side_with_our_own_run_of_the_method():
         ["kangaroo", "by", "vllm"],
     ]
     assert len(tables.overview([SUMMARY, SERVED])) == 1 + len(tables.overview([SUMMARY, SUMMARY]))
+
+
+def test_a_method_that_wants_more_cores_than_there_are_says_so():
+    short = SUMMARY | {"threads": 2, "extra_cores": 1, "cores": 2}
+    warning = "TOO FEW CORES: 3 wanted, 2 present"
+    assert shown(tables.run_table(short)).startswith(warning)
+    assert f"short: {warning}" in remarks.machine_warnings(runs_of(short=short))[-1]
+    for enough in ({"threads": 1}, {"extra_cores": 0}, {"cores": 4}, {"cores": None}, {"threads": None}):
+        assert remarks.too_few_cores(short | enough) == ""

@@ -53,7 +53,16 @@ COUNTED = ("mbsu", "acceptance_length")  # numbers that are counted, not timed
 OF_FACTS = ("dtype", "device", "weights", "target_pass_bytes", "peak_memory_bytes")
 OF_NEWER_FACTS = (
     *("threads", "kernels", "tiles", "compiled", "uncompiled"),
-    *("extra_cores", "slice_seconds", "anatomy", "weights_source", "round_costs", "draft", "processor"),
+    *(
+        "extra_cores",
+        "cores",
+        "slice_seconds",
+        "anatomy",
+        "weights_source",
+        "round_costs",
+        "draft",
+        "processor",
+    ),
     *("engine_target", "prompting"),
     *("reference_answer", "any_length", "longest_path", "max_nodes"),
 )
