@@ -193,7 +193,7 @@ class Ray(SweepLauncher):
         ray = import_optional("ray", "ray")
         self._connect(ray)
         task = ray.remote(max_retries=0)(measure_on_node)
-        run_locally = (os.getcwd(), {name: os.environ.get(name) for name in THREAD_VARIABLES})
+        folder, variables = os.getcwd(), {name: os.environ.get(name) for name in THREAD_VARIABLES}
         left, running, lost = iter(run_dirs), {}, set()
         with heeding_sigterm():
             try:
@@ -203,7 +203,7 @@ class Ray(SweepLauncher):
                     # On one that lost a job only where there is no other.
                     idle = [node for node in free if node["NodeID"] not in lost] or ([] if running else free)
                     for node, run_dir in zip(idle, left):
-                        reference = task.options(**_whole(ray, node)).remote(run_dir, *run_locally)
+                        reference = task.options(**_whole(ray, node)).remote(run_dir, folder, variables)
                         running[reference] = run_dir, node["NodeID"]
                     if not running:
                         break

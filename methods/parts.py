@@ -19,7 +19,8 @@ from methods.common.build import Step, run_all
 from methods.states import RECORD as STATES
 from methods.states import check_context
 from specbench.config.checks import check_sources
-from specbench.config.compose import program, quoted
+from specbench.config.compose import program
+from specbench.config.overrides import quoted
 from specbench.data.conversations import check_prompt_weight, check_source
 from specbench.data.training import RECORD, training_pair
 from specbench.decoding.state import NORMED

@@ -20,7 +20,7 @@ from methods.eqspec import EqSpec
 from methods.exspec import ExSpec
 from methods.ragged import RaggedBatch
 from specbench.config.checks import check
-from specbench.config.spec import RunSpec, needs_of
+from specbench.config.spec import BASELINE, METHOD, RunSpec, needs_of
 from specbench.data.questions import warmup_questions
 from specbench.decoding import engine
 from specbench.decoding.acceptance import Accepted
@@ -29,7 +29,6 @@ from specbench.decoding.sampling import SamplingParams, sample_inverse_cdf
 from specbench.decoding.state import Draft, Request
 from specbench.decoding.trace import Generation
 from specbench.measure import runner
-from specbench.measure.arms import BASELINE, METHOD
 from specbench.measure.bench import Bench
 from specbench.measure.runner import prepare
 from specbench.models.pairs import Pair, load_pair
@@ -37,7 +36,7 @@ from specbench.system.errors import UserError
 from specbench.system.paths import packaged
 from specbench.system.settings import LASTING, MEMORY
 from tests.support.conf import composed, drafts, inline, is_scheduler, lacks_part, names
-from tests.support.graphs import pretend, replays_by_round
+from tests.support.graphs import pretend, replays_by_round, what_was_drafted
 from tests.support.waits import Waits, watched
 
 METHODS = [name for name in names("method") if not is_scheduler(name)]
@@ -48,7 +47,7 @@ NEW_TOKENS = 20
 SCHEDULERS = (RaggedBatch, EqSpec, ExSpec)
 # Where a drafter looks at the device, and how often in a round at most. Each costs the time until all that is queued is
 # done; a drafter says why in its module.
-CONFIDENCE = {"goes_on_at": 6}  # a draft ends after a token of low confidence: one look at each
+CONFIDENCE = {"continues_at": 6}  # a draft ends after a token of low confidence: one look at each
 BRANCHES = {"likely": 1}  # in the draft's thread: which branches there are
 # How many guesses of the streams came true says how many passes there are, and which entries stay.
 STREAMS = {"_grown": 2 * NEW_TOKENS, "settle": 1, "joined": 1}
@@ -194,10 +193,6 @@ def watched_answers(
     bench.setup.set_reference_answers(requests)
     with watched(monkeypatch) as waits:
         return bench.setup.answers(METHOD, requests), waits
-
-
-def what_was_drafted(answers: list[Generation]) -> list[list[tuple[int, int]]]:
-    return [[(step.drafted, step.accepted) for step in answer.steps] for answer in answers]
 
 
 def test_answers_are_the_targets_and_drafts_are_worth_something(monkeypatch, bench, method):

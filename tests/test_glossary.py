@@ -20,7 +20,7 @@ def retired() -> set[str]:
 
 
 def names(tree: ast.AST) -> Iterator[str]:
-    """Names that code gives: of classes, functions, parameters, variables and attributes."""
+    """Names that code gives: of classes, functions, parameters, variables, attributes and keys of dictionaries."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             yield node.name
@@ -32,6 +32,9 @@ def names(tree: ast.AST) -> Iterator[str]:
             yield node.attr
         elif isinstance(node, ast.alias) and node.asname:
             yield node.asname
+        elif isinstance(node, ast.Dict):
+            keys = (key.value for key in node.keys if isinstance(key, ast.Constant))
+            yield from (key for key in keys if isinstance(key, str))
 
 
 def retired_names(path: Path) -> set[str]:
@@ -48,7 +51,14 @@ def test_no_retired_word_names_anything():
 
 def test_a_retired_word_is_found_wherever_it_names_something(tmp_path):
     path = tmp_path / "module.py"
-    lines = ("class Pass: ...", "def f(reach): ...", "certain = 1", "self._wire = 1", "import x as Turns")
+    lines = (
+        "class Pass: ...",
+        "def f(reach): ...",
+        "certain = 1",
+        "self._wire = 1",
+        "import x as Turns",
+        "f({'thirds': 1})",
+    )
     for line in lines:
         path.write_text(line)
         assert retired_names(path), line

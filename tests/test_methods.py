@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from specbench.data.questions import warmup_questions
 from specbench.measure import certify, runner, warm_up
-from specbench.measure.machine import provenance
+from specbench.measure.machine import bandwidth
 from specbench.measure.records import run_folder as store
 from specbench.measure.runner import prepare
 from specbench.system.files import read_json
@@ -70,7 +70,7 @@ def check_answers(*settings: str, accepts: bool) -> None:
 
 def check(monkeypatch, tmp_path, *settings: str, accepts: bool) -> None:
     """A short run of some tasks: every answer is the target's, and the drafts are worth something, if there are any."""
-    monkeypatch.setattr(provenance, "bandwidth", lambda device: 1e9)
+    monkeypatch.setattr(bandwidth, "bandwidth", lambda device: 1e9)
     monkeypatch.setattr(warm_up, "TOKENS", 8)
     monkeypatch.setattr(certify, "NOISE_TOKENS", 8)
     monkeypatch.setattr(runner, "warmup_questions", lambda data: warmup_questions(data)[:1])

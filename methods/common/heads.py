@@ -232,11 +232,11 @@ class StopTracker:
         self.counts: torch.Tensor | None = None
         self._going: torch.Tensor | bool = True
 
-    def goes_on(self, logits: torch.Tensor, is_last: bool = False) -> bool:
-        """Counts a token drafted from logits [b, rows]; arguments and result are those of `goes_on_at`."""
-        return self.threshold <= 0 or self.goes_on_at(confidence(logits), is_last)
+    def continues(self, logits: torch.Tensor, is_last: bool) -> bool:
+        """Counts a token drafted from logits [b, rows]; arguments and result are those of `continues_at`."""
+        return self.threshold <= 0 or self.continues_at(confidence(logits), is_last)
 
-    def goes_on_at(self, likely: torch.Tensor, is_last: bool = False) -> bool:
+    def continues_at(self, likely: torch.Tensor, is_last: bool) -> bool:
         """Counts a token, or a level of a tree.
 
         Args:

@@ -23,6 +23,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy,
 from torch.utils.checkpoint import checkpoint
 
 from methods.common.checkpoints import layer_sizes
+from methods.common.initialisation import UNSURE, scale_of
 from methods.common.losses import (
     ALL,
     CHUNK,
@@ -37,11 +38,9 @@ from methods.common.losses import (
 )
 from methods.common.training import (
     SETTINGS,
-    UNSURE,
     check_length,
     held_out_figures,
     mask_to_fill,
-    scale_of,
     target_pair,
     target_states,
     train_part,

@@ -19,16 +19,14 @@ from torch.nn.functional import smooth_l1_loss
 
 from methods.common.checkpoints import layer_sizes
 from methods.common.head_training import Guesses, count_ranks, train_heads
+from methods.common.initialisation import least_squares, silence, some_of
 from methods.common.losses import ALL, Guess, Loss, first_choices, teacher_of
 from methods.common.training import (
     SETTINGS,
     batches_on,
     before_answers,
     finals_of,
-    least_squares,
     predicting,
-    silence,
-    some_of,
     target_pair,
     trainer,
 )

@@ -17,15 +17,13 @@ import torch
 from torch.nn.functional import pad
 
 from methods.common.checkpoints import layer_sizes
+from methods.common.initialisation import UNSURE, scale_of, silence
 from methods.common.losses import ALL, Distribution, Loss
 from methods.common.training import (
     SETTINGS,
-    UNSURE,
     batches,
     check_length,
     check_like_layer,
-    scale_of,
-    silence,
     target_pair,
     train_part,
     trainer,

@@ -18,20 +18,9 @@ import torch
 
 from methods.common.checkpoints import layer_sizes
 from methods.common.head_training import HeadDistillation, train_heads
+from methods.common.initialisation import begin_like, least_squares, scale_of, silence, some_of
 from methods.common.losses import ALL, Head, Loss
-from methods.common.training import (
-    SETTINGS,
-    batches_on,
-    begin_like,
-    check_length,
-    finals_of,
-    least_squares,
-    scale_of,
-    silence,
-    some_of,
-    target_pair,
-    trainer,
-)
+from methods.common.training import SETTINGS, batches_on, check_length, finals_of, target_pair, trainer
 from specbench.config.compose import program
 from specbench.data.training import saved
 from specbench.system.settings import Count

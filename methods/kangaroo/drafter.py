@@ -94,7 +94,7 @@ class Kangaroo(Drafter):
             probs.append(q)
             feed, offset = self._shallow(batch, token.unsqueeze(1), 1 + j), 1 + j
             states.append(feed)
-            if not stop.goes_on(logits, 1 + j == batch.max_draft):
+            if not stop.continues(logits, 1 + j == batch.max_draft):
                 break
         self._states, self._depth = torch.cat(states, dim=1), len(tokens)
         shallow = self._shallow_bytes(batch.size)

@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from methods.common.checkpoints import attention_sizes
+from methods.common.initialisation import begin_like, scale_of
 from methods.common.losses import ALL, Guess, Head, Loss, first_choices, teacher_of
 from methods.common.training import (
     SETTINGS,
-    begin_like,
     check_like_layer,
     held_out_figures,
     predicting,
-    scale_of,
     target_pair,
     target_states,
     train_part,

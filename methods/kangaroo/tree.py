@@ -72,7 +72,7 @@ class KangarooTree(Kangaroo):
             offset = 1 + width * depth
             feed = self._shallow(batch, tokens[-1], offset, tree)
             states.append(feed)
-            if not stop.goes_on_at(scores[:, 0].exp(), 1 + depth == levels):
+            if not stop.continues_at(scores[:, 0].exp(), 1 + depth == levels):
                 break
         self._states, self._depth = torch.cat(states, dim=1), len(tokens)
         return Draft(

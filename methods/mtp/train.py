@@ -14,18 +14,9 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from methods.common.checkpoints import layer_sizes
+from methods.common.initialisation import least_squares, silence, some_of
 from methods.common.losses import Loss
-from methods.common.training import (
-    SETTINGS,
-    batches_on,
-    check_length,
-    least_squares,
-    silence,
-    some_of,
-    target_pair,
-    train_part,
-    trainer,
-)
+from methods.common.training import SETTINGS, batches_on, check_length, target_pair, train_part, trainer
 from methods.eagle.steps import StepDistillation
 from methods.eagle.train import pairs_of
 from specbench.config.compose import program

@@ -116,7 +116,7 @@ class SpeculativeSampling(Drafter):
             tokens.append(token)
             probs.append(q)
             passes.append((layers, read))
-            if not stop.goes_on(logits, 1 + j == k):
+            if not stop.continues(logits, 1 + j == k):
                 break
             feed, offset = token.unsqueeze(1), 1 + j
         return Draft(

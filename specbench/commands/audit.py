@@ -11,7 +11,7 @@ from rich.table import Table
 
 from specbench.config.checks import check_sources
 from specbench.config.compose import program
-from specbench.measure.metrics.engine import SURPRISE
+from specbench.measure.metrics.engine import RARE, is_off
 from specbench.measure.metrics.metrics import VERDICTS
 from specbench.report.cells import console
 from specbench.system.errors import UserError
@@ -52,7 +52,8 @@ def audit(cfg: DictConfig) -> int:
     if cfg.out is not None and Path(cfg.out).resolve() in [path.resolve() for path in files.values()]:
         raise UserError(f"out={cfg.out} would replace answers that are judged: name another file")
     # Late: torch takes seconds.
-    from specbench.engines.audit import Referee, arms_of, first_tokens, likelihoods, read_answers
+    from specbench.engines.answer_files import read_answers
+    from specbench.engines.audit import Referee, arms_of, first_tokens, likelihoods
     from specbench.models.devices import name_of
     from specbench.models.pairs import load_pair
 
@@ -103,8 +104,8 @@ def are_unlikely(p_values: list[float]) -> bool:
 
 
 def _is_off(arm: Arm) -> bool:
-    """Whether the referee does not find drawn answers likely; NaN, of logits that are none, is no approval."""
-    return not abs(arm.surprise) <= SURPRISE
+    """Whether the referee does not find drawn answers likely."""
+    return is_off(arm.surprise, arm.rare_p)
 
 
 def _facts_of(arm: Arm, drawn: bool) -> dict[str, Any]:
@@ -118,6 +119,7 @@ def _facts_of(arm: Arm, drawn: bool) -> dict[str, Any]:
         return facts | {
             "logprob": arm.logprob,
             "surprise": arm.surprise,
+            "rare_p": arm.rare_p,
             "wrong_ends": arm.wrong_ends,
             "wrong": _is_off(arm) or arm.wrong_ends > 0,
         }
@@ -157,6 +159,7 @@ def _drawn_table(arms: list[Arm], pairs: dict[str, Likelihoods | None]) -> Table
     table = Table("", "answers", "tokens", "mean log p", "standard errors off", "beside plain, by prompt")
     for arm in arms:
         off = f"{arm.surprise:+.1f}" + ("  violation" if _is_off(arm) else "")
+        off += f": tokens that are hardly ever drawn (p = {arm.rare_p:.1g})" if arm.rare_p < RARE else ""
         off += f"  violation: {arm.wrong_ends} do not end where they should" if arm.wrong_ends else ""
         pair = pairs.get(arm.name)
         beside = ""
@@ -185,7 +188,7 @@ def _departures(arms: list[Arm]) -> list[str]:
 
 
 USAGE = "specbench audit FILE pair=NAME [plain=FILE key=value ...]"
-main = program("audit", audit, goes_on=False, named=("answers", USAGE))
+main = program("audit", audit, resumes=False, named=("answers", USAGE))
 
 
 if __name__ == "__main__":

@@ -136,7 +136,7 @@ def main() -> int:
     check = all_checks[name]
     sys.argv[1:] = last_of_each(*check.overrides, *more)
     command = Command()
-    code = with_hydra("bench", command, goes_on=True) or command.report()
+    code = with_hydra("bench", command, resumes=True) or command.report()
     run_dir = command.jobs[-1].run_dir if command.jobs else None
     if run_dir is None or not store.is_complete(run_dir):
         return code or 1

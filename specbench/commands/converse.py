@@ -29,7 +29,7 @@ from specbench.data.synthesis import Filters, Kind, Material, kinds_of, loop_sta
 from specbench.models.names import answer_facts
 from specbench.report.cells import console
 from specbench.system.errors import UserError, file_errors, stoppable
-from specbench.system.files import lock_file, make_folder, refuse_foreign, whole_lines
+from specbench.system.files import check_same, lock_file, make_folder, refuse_foreign, whole_lines
 from specbench.system.settings import Count, Natural, Probability, Range, Seed, check_all, plain
 
 if TYPE_CHECKING:
@@ -264,13 +264,7 @@ class Output:
             refuse_foreign(path, self.log, "what of it is whole")
             self.log.write_text(json.dumps({"settings": settings}) + "\n", encoding="utf-8")
         header, *self.lines = map(json.loads, self.log.read_text(encoding="utf-8").splitlines())
-        begun = header["settings"]
-        for key, value in settings.items():
-            if begun.get(key, value) != value:  # older logs lack what is new
-                raise UserError(
-                    f"{path} was begun with {key}={begun[key]}, not {value}: "
-                    "give the same settings, or another out=FILE"
-                )
+        check_same(header["settings"], settings, str(path))
         counted_bytes = self.lines[-1]["bytes"] if self.lines else 0
         if size < counted_bytes:
             raise UserError(

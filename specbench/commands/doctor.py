@@ -64,7 +64,7 @@ def _in_words(base: Counts) -> str:
     return f"{base.rounds} rounds, acceptance by place of the draft {by_place or 'none'}{controls}"
 
 
-main = program("bench", examine, goes_on=False)
+main = program("bench", examine, resumes=False)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from specbench.config.checks import check, check_sources
-from specbench.config.compose import positional, quoted, with_hydra
+from specbench.config.compose import positional, with_hydra
+from specbench.config.overrides import quoted
 from specbench.config.spec import make_drafter
 from specbench.system.errors import UserError, file_errors, one_line, one_line_errors
 from specbench.system.files import make_folder

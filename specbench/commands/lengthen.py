@@ -134,7 +134,7 @@ def _turn(texts: Sequence[str], number: int) -> str:
     return f"{listed}\n\n{ORDER.format(number=number, total=len(texts))}"
 
 
-main = program("lengthen", lengthen, goes_on=False)
+main = program("lengthen", lengthen, resumes=False)
 
 
 if __name__ == "__main__":

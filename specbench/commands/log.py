@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specbench.config.checks import check_tracker
-from specbench.config.compose import group_file
+from specbench.config.folders import group_file
 from specbench.measure.records import run_folder as store
 from specbench.system.arguments import Parser
 from specbench.system.errors import UserError, one_line, one_line_errors

@@ -132,10 +132,10 @@ def end(job: Job, code: int, reason: str | None = None) -> None:
 
 def certify(job: Job) -> None:
     """Makes violations the failure of a job, though it is measured and is not to be measured again."""
-    from specbench.report import remarks
+    from specbench.report import verdicts
     from specbench.report.runs import read_run
 
-    if job.code == 0 and job.run_dir is not None and remarks.violates(read_run(job.run_dir).summary):
+    if job.code == 0 and job.run_dir is not None and verdicts.violates(read_run(job.run_dir).summary):
         job.code, job.reason = 1, "answers are violations"
 
 
@@ -226,7 +226,7 @@ def _child(command: list[str], log: IO[bytes] | None) -> int:
 def main() -> int:
     """Runs every job of the command line; returns the exit code, for a sweep the highest of its jobs."""
     command = Command()
-    return with_hydra("bench", command, goes_on=True) or command.report()
+    return with_hydra("bench", command, resumes=True) or command.report()
 
 
 if __name__ == "__main__":

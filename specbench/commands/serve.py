@@ -37,8 +37,8 @@ def serve(cfg: DictConfig) -> None:
         listening = CompletionServer(cfg.port)
     except OSError as error:
         raise UserError(f"cannot listen on port {cfg.port}: {error.strerror}") from error
+    from specbench.config.spec import METHOD
     from specbench.engines.own import OwnDecoder, Streamed  # late: torch takes seconds
-    from specbench.measure.arms import METHOD
     from specbench.measure.runner import choose, make_ready, prepare
 
     with listening as server:
@@ -53,7 +53,7 @@ def serve(cfg: DictConfig) -> None:
             server.run(decoder)
 
 
-main = program("serve", serve, goes_on=False)
+main = program("serve", serve, resumes=False)
 
 
 if __name__ == "__main__":

@@ -102,11 +102,11 @@ def open_sweep(jobs: list[Job]) -> Iterator[Sweep]:
     digest = hashlib.sha256(json.dumps(overrides).encode()).hexdigest()[:8]
     root = runs_root(jobs[0].cfg) / SWEEPS
     last = max(root.glob(f"*_{digest}"), default=None)  # names begin with the date
-    goes_on = last is not None and _can_go_on(last, overrides, code, jobs[0].cfg.get("rerun", True))
-    folder = last if last and goes_on else new_folder(root, digest)
+    resumes = last is not None and _can_go_on(last, overrides, code, jobs[0].cfg.get("rerun", True))
+    folder = last if last and resumes else new_folder(root, digest)
     with lock_folder(folder, "run"):
         sweep = Sweep(folder, code, jobs)
-        if goes_on:
+        if resumes:
             sweep.load()
         sweep.save()
         yield sweep

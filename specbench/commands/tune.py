@@ -91,7 +91,7 @@ def trial_config(overrides: list[str]) -> DictConfig:
         for key in OWN:
             del cfg[key]
         cfg.data.schema = SPEC_BENCH
-    cfg.data.path, cfg.data.sha256 = cfg.data.warmup or WARMUP, None
+    cfg.data.path, cfg.data.sha256, cfg.data.split = cfg.data.warmup or WARMUP, None, None
     cfg.data.name = f"{cfg.data.name}_warmup"
     return cfg
 
@@ -117,8 +117,8 @@ def score(job: Job) -> tuple[float | None, str | None]:
     """The speedup of a trial, or why it has none: what a report would not trust is no merit of a setting."""
     if job.code != 0 or job.run_dir is None:
         return None, job.reason
-    from specbench.report.remarks import faults  # late: pandas takes a second
     from specbench.report.runs import read_run
+    from specbench.report.verdicts import faults  # late: pandas takes a second
 
     summary = read_run(job.run_dir).summary
     if wrong := faults(summary):
@@ -185,7 +185,7 @@ def study_folder(base: DictConfig, space: str) -> Path:
     """The folder of the one study that such trials belong to. Raises UserError for what cannot work."""
     checked = cast("DictConfig", OmegaConf.create(OmegaConf.to_container(base)))
     spec = check(checked)
-    from specbench.measure.machine import provenance  # late: with torch it takes seconds
+    from specbench.measure.machine import hardware, provenance  # late: with torch it takes seconds
     from specbench.models.model_source import fetch_small_files
     from specbench.models.names import is_hub_id
     from specbench.models.packages import is_package
@@ -206,7 +206,7 @@ def study_folder(base: DictConfig, space: str) -> Path:
         for name, one in weights.items()
         if not is_package(one["source"]) and ("files" in one or name in models)
     }
-    same = [store.config_hash(checked), space, made_of, used, provenance.machine(), threads]
+    same = [store.config_hash(checked), space, made_of, used, hardware.machine(), threads]
     digest = hashlib.sha256(json.dumps(same).encode()).hexdigest()[:8]
     folder = Path(base.runs_root) / "tune" / f"{spec.groups['method']['name']}_{base.pair.name}_{digest}"
     return make_folder(folder)

@@ -10,19 +10,17 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from specbench.config.combinations import check_method
-from specbench.config.compose import (
-    EMBEDDED,
-    benchmark_of,
-    compose_arguments,
-    group_file,
-    own_error,
-)
+from specbench.config.compose import compose_arguments
 from specbench.config.engine_settings import check_read
+from specbench.config.folders import group_file
+from specbench.config.overrides import own_error
+from specbench.config.resolvers import benchmark_of
 from specbench.config.tuned import settings_source
 from specbench.data.conversations import check_source
 from specbench.data.questions import load_questions, warmup_questions
 from specbench.data.warm_start import check_warm
 from specbench.models import expansion as expand
+from specbench.models.expansion import EMBEDDED
 from specbench.models.names import draft_source, local_folder
 from specbench.models.packages import described, is_package
 from specbench.system import settings as values

@@ -7,7 +7,7 @@ import inspect
 import pkgutil
 from typing import TYPE_CHECKING, Any
 
-from specbench.config.compose import check_pair_keys
+from specbench.config.overrides import check_pair_keys
 from specbench.config.parts import check_part
 from specbench.config.spec import RunSpec, unit_of
 from specbench.data.warm_start import WARM

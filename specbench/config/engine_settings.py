@@ -7,7 +7,8 @@ import pkgutil
 import re
 from typing import TYPE_CHECKING, Any
 
-from specbench.config.compose import group_file, tuned_on
+from specbench.config.folders import group_file
+from specbench.config.resolvers import tuned_on
 from specbench.config.tuned import TUNED
 from specbench.system.errors import UserError
 from specbench.system.settings import settings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from specbench.config.compose import base_pair, group_file
+from specbench.config.folders import base_pair, group_file
 from specbench.system.errors import UserError, one_line
 from specbench.system.files import read_json
 from specbench.system.paths import packaged

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 
 # What has times of its own: a question, or a pool of questions, whose sequences share their rounds.
 QUESTION, POOL = "question", "pool"
+# The arms. SINGLE: the baseline at batch size 1, in batched runs the reference for equivalence and for the throughput
+# ratio. Of another engine: AGAIN: the baseline once more; OWN_LOOP: our own autoregressive decoding.
+BASELINE, METHOD, HF, SINGLE = "baseline", "method", "hf_generate", "single"
+AGAIN, OWN_LOOP = "again", "own_loop"
 OWN = "own"  # the name of the engine that is this project's
 OWN_CODE = "own_code"  # set where this project's own code drafts inside another engine
 
@@ -191,3 +195,8 @@ def unit_of(method: type) -> str:
 def key_of(group: str, name: str) -> str:
     """What summaries call a setting of a group: those of a scheduler's drafter begin with "drafter."."""
     return name if group == "method" else f"{group}.{name}"
+
+
+def without_group(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a summary with those of a scheduler's drafter under their own names, as without a scheduler."""
+    return {key.removeprefix("drafter."): value for key, value in settings.items()}

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from specbench.config.compose import as_it_stands, choices_of, group_file, tuned_on
+from specbench.config.folders import choices_of, group_file
+from specbench.config.resolvers import as_it_stands, tuned_on
 from specbench.config.spec import key_of
 from specbench.data.warm_start import WARM
 from specbench.system.settings import CONSTANT, MEMORY, WRAPPED, settings

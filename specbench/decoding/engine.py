@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from itertools import islice, pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -44,6 +44,26 @@ Rounds = Generator[int, None, list[Generation]]  # see `Engine.rounds`
 
 CACHE_STEP = 256  # a cache that grows in steps is reused by most requests
 FIXED_STEP = 1024  # where what was captured is lost with every cache
+
+
+class HostFacts(NamedTuple):
+    """What the host learns of a sequence from a verification.
+
+    Attributes:
+        count: accepted draft tokens.
+        tokens: [1 + k] these, the bonus token, and what is behind it.
+        depth: of a tree, tokens of its longest path; else k.
+        candidates: draft tokens of the sequence; k, unless the drafter gives their number.
+        within: of these, those that its limit allows, where limits differ between the trees of a batch; else k.
+        report: what the drafter wants to know.
+    """
+
+    count: int
+    tokens: list[int]
+    depth: int
+    candidates: int
+    within: int
+    report: list[int]
 
 
 @dataclass(slots=True)
@@ -252,26 +272,20 @@ class Engine:
         # What another sequence of the batch has more room for is not the draft of this one.
         uneven = draft.tree is not None and min(batch.limits) < batch.max_draft
         facts = self._on_host(draft, logits, accepted, batch.limits if uneven else None)
-        counts = [fact[0] for fact in facts]
+        counts = [of_one.count for of_one in facts]
         self._layout.commit(batch, accepted.count, counts, accepted.path)
         lo = 0 if draft.resume is None else draft.resume.layer
         read = counted(draft.bytes_read), counted(self.target.pass_bytes(lo, tokens=b * (1 + k)))
-        tokens, report = [], []
-        for one, limit, (count, *rest) in zip(batch.sequences, batch.limits, facts):
-            new_tokens, rest = truncate_at_stop(check_sampled(rest[: count + 1]), one.stop_ids), rest[1 + k :]
-            depth = limit if draft.tree is None else min(rest.pop(0), limit)
-            drafted = k if draft.candidates is None else rest.pop(0)
-            if draft.tree is None:
-                drafted = min(drafted, limit)
-            elif uneven:
-                drafted = min(drafted, rest.pop(0))
-            depth, emitted = min(depth, drafted), len(new_tokens)
-            step = Step(drafted, min(count, emitted), emitted, depth, 0.0, 0.0, 0.0, *read, b)
+        tokens = []
+        for one, limit, of_one in zip(batch.sequences, batch.limits, facts):
+            new_tokens = truncate_at_stop(check_sampled(of_one.tokens[: of_one.count + 1]), one.stop_ids)
+            drafted = min(of_one.candidates, limit if draft.tree is None else of_one.within)
+            depth, emitted = min(of_one.depth, limit, drafted), len(new_tokens)
+            step = Step(drafted, min(of_one.count, emitted), emitted, depth, 0.0, 0.0, 0.0, *read, b)
             one.tokens += new_tokens
             one.steps.append(step)
             tokens.append(new_tokens)
-            report.append(rest)
-        reported = None if draft.report is None else report
+        reported = None if draft.report is None else [of_one.report for of_one in facts]
         return Verified(logits, states, accepted.count, accepted.path, counts, tokens, draft, reported)
 
     def _accept(self, batch: Batch, draft: Draft, logits: torch.Tensor) -> Accepted:
@@ -312,13 +326,12 @@ class Engine:
 
     def _on_host(
         self, draft: Draft, logits: torch.Tensor, accepted: Accepted, limits: list[int] | None
-    ) -> list[list[int]]:
-        """What the host learns of each sequence: count, new tokens, a tree's depth, candidates, the drafter's report.
+    ) -> list[HostFacts]:
+        """What the host learns of each sequence, the one time in a round that it waits.
 
-        With limits, in front of the report, also how many nodes of a tree are within each. It is the one time in a
-        round that the host waits.
+        limits: most tokens of a path, where those of a tree's sequences differ.
         """
-        new = accepted.tokens
+        new, k = accepted.tokens, draft.tokens.shape[1]
         parts = [accepted.count.unsqueeze(1), new]
         if draft.tree is not None:
             depths, candidates = draft.tree.depths, draft.acceptable()
@@ -327,13 +340,21 @@ class Engine:
         if draft.candidates is not None:
             parts.append(draft.candidates.unsqueeze(1))
         if limits is not None:
-            within = depths <= on_device(limits, new.device).unsqueeze(1)
-            parts.append(((depths > 0) & within).sum(-1, keepdim=True))
+            allowed = depths <= on_device(limits, new.device).unsqueeze(1)
+            parts.append(((depths > 0) & allowed).sum(-1, keepdim=True))
         if draft.report is not None:
             parts.append(draft.report(logits))
-        if len(parts) == 2 and new.shape[1] == 1:  # nothing was drafted
-            return [[0, *tokens] for tokens in new.tolist()]
-        return torch.cat(parts, dim=1).tolist()
+        if len(parts) == 2 and not k:  # nothing was drafted
+            return [HostFacts(0, tokens, 0, 0, 0, []) for tokens in new.tolist()]
+        facts = []
+        for numbers in torch.cat(parts, dim=1).tolist():
+            rest = iter(numbers)
+            count, tokens = next(rest), [*islice(rest, 1 + k)]
+            depth = k if draft.tree is None else next(rest)
+            candidates = k if draft.candidates is None else next(rest)
+            within = k if limits is None else next(rest)
+            facts.append(HostFacts(count, tokens, depth, candidates, within, [*rest]))
+        return facts
 
     def _remove_finished(self, held: list[SequenceState]) -> None:
         """Takes out the sequences that are done and were not replaced; the last one takes the slot of each."""

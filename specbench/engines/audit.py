@@ -6,31 +6,27 @@ tokens are as likely as tokens that are drawn from the referee's distributions.
 
 from __future__ import annotations
 
-import json
 import math
-import sys
 from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from jinja2 import TemplateError
 from scipy import stats
 
 from specbench.decoding.sampling import truncate_at_stop
 from specbench.measure.likelihood import BLOCK, Likelihood, of_logits, token_logprobs, with_stop
-from specbench.measure.metrics.engine import errors_of
+from specbench.measure.metrics.engine import errors_of, rare_p
 from specbench.measure.metrics.metrics import VERDICTS
 from specbench.measure.numeric_noise import ENGINE_NOISE, forced_logits, foreign_noise, shape_noise
-from specbench.system.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from pathlib import Path
 
     from specbench.decoding.model.staged_model import StagedModel
+    from specbench.engines.answer_files import Answered
     from specbench.models.pairs import Pair
 
 SAMPLES, SAMPLE_TOKENS = 4, 32  # answers, and tokens of each, on which the rounding noise is measured
@@ -38,101 +34,6 @@ SEEDS = 30  # answers to one prompt whose first tokens are compared with the ref
 EXPECTED = 5.0  # of a token among them, at least; rarer ones are counted together
 LEAST_ROUNDED, FAR = 3, 8.0  # departures that show rounding; times their median, at most, that it explains
 EXACT, TIE, VIOLATION = VERDICTS
-KEYS = {"id", "prompt", "messages", "tokens", "logprobs", "max_new_tokens"}
-
-
-@dataclass(frozen=True)
-class Answered:
-    """One line of a file of answers: token ids of the prompt and of the answer, and what else the engine said."""
-
-    name: str
-    prompt: list[int]
-    tokens: list[int]
-    logprobs: list[float] | None
-    max_new_tokens: int | None
-
-
-def read_answers(path: Path, pair: Pair) -> list[Answered]:
-    """The answers in a JSON Lines file; see docs/audit.md for its keys.
-
-    Raises:
-        UserError: there is no such file, or a line of it is none.
-    """
-    if not path.is_file():
-        raise UserError(f"there is no file '{path}'")
-    answers = []
-    # Not splitlines, which would split at U+2028 inside a text, too.
-    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
-        if line.strip():
-            try:
-                answers.append(_read(json.loads(line), number, pair))
-            # Also bytes that are no UTF-8, half a surrogate pair, numbers beyond a float, and no end of brackets.
-            except (ValueError, TypeError, OverflowError, RecursionError, TemplateError, UserError) as error:
-                raise UserError(f"{path}, line {number}: {error}") from error
-    if not answers:
-        raise UserError(f"'{path}' holds no answers")
-    _warn_of_lacking_begin(path, [answer.prompt for answer in answers], pair)
-    return answers
-
-
-def _warn_of_lacking_begin(path: Path, prompts: list[list[int]], pair: Pair) -> None:
-    """Says so where prompts lack a token that the tokenizer puts in front of a text: most engines add it to texts."""
-    tokenizer: Any = pair.tokenizer
-    added = tokenizer("").input_ids[:1]
-    lacking = sum(prompt[:1] != added for prompt in prompts) if added == [tokenizer.bos_token_id] else 0
-    if lacking:
-        print(
-            f"{path}: {lacking} of {len(prompts)} prompts do not begin with {tokenizer.bos_token}, which many engines "
-            "add to a text: answers to other prompts would count as violations; give token ids, or a text that has it",
-            file=sys.stderr,
-        )
-
-
-def _read(line: Any, number: int, pair: Pair) -> Answered:
-    """One line. Raises UserError, without the place."""
-    if not isinstance(line, dict) or "tokens" not in line or ("prompt" in line) == ("messages" in line):
-        raise UserError("lines need `tokens` and either `prompt` or `messages`")
-    if unknown := line.keys() - KEYS:
-        raise UserError(f"unknown key '{min(unknown)}': keys are {', '.join(sorted(KEYS))}")
-    prompt, tokens = _prompt_of(line, pair), line["tokens"]
-    for name, ids in (("prompt", prompt), ("tokens", tokens)):
-        if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < pair.vocab_size for i in ids):
-            raise UserError(f"{name} must be token ids from 0 to {pair.vocab_size - 1}")
-    if not prompt:
-        raise UserError("the prompt is empty")
-    if len(prompt) + len(tokens) > pair.context_length:
-        raise UserError(f"prompt and answer do not fit into a context of {pair.context_length}")
-    logprobs, cap = line.get("logprobs"), line.get("max_new_tokens")
-    if logprobs is not None:
-        check_logprobs(logprobs, len(tokens))
-    if cap is not None and (type(cap) is not int or cap < 1):
-        raise UserError("max_new_tokens must be a whole number of at least 1")
-    return Answered(str(line.get("id", number)), prompt, tokens, logprobs, cap)
-
-
-def check_logprobs(logprobs: Any, count: int) -> None:
-    """Raises UserError unless they are `count` finite numbers."""
-    if not isinstance(logprobs, list) or not all(
-        type(p) in (int, float) and math.isfinite(p) for p in logprobs
-    ):
-        raise UserError("logprobs must be finite numbers, one for each token")
-    if len(logprobs) != count:
-        raise UserError(f"{len(logprobs)} logprobs for {count} tokens")
-
-
-def _prompt_of(line: dict, pair: Pair) -> Any:
-    if "messages" not in line:
-        return pair.encode(line["prompt"]) if isinstance(line["prompt"], str) else line["prompt"]
-    if not _are_messages(line["messages"]):
-        raise UserError("messages must be a list of objects with the texts `role` and `content`")
-    return pair.prompt_ids(line["messages"])
-
-
-def _are_messages(value: Any) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(one, dict) and all(isinstance(one.get(key), str) for key in ("role", "content"))
-        for one in value
-    )
 
 
 @dataclass(frozen=True)
@@ -309,6 +210,11 @@ class Arm:
     def surprise(self) -> float:
         """How many standard errors the tokens are less likely than drawn ones (negative), or likelier."""
         return errors_of([asdict(one.likely) for one in self.judged])
+
+    @property
+    def rare_p(self) -> float:
+        """How probable tokens as unlikely as its least likely ones are."""
+        return rare_p([asdict(one.likely) for one in self.judged])
 
     @property
     def logprob_error(self) -> float | None:

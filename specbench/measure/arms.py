@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from transformers import GenerationConfig
 
+from specbench.config.spec import AGAIN, BASELINE, HF, METHOD, OWN_LOOP, SINGLE
 from specbench.decoding.cpu.packed_linear import assume_unchanged
 from specbench.decoding.engine import Rounds, exhaust
 from specbench.decoding.sampling import SamplingParams, truncate_at_stop
@@ -28,11 +29,6 @@ if TYPE_CHECKING:
 
 Arm = Callable[[list[Request]], Rounds]
 Pause = Callable[[int], None]  # called with the new tokens of a step; others may run meanwhile
-
-# SINGLE: the baseline at batch size 1, in batched runs the reference for equivalence and for the throughput ratio.
-# Of another engine: AGAIN: the baseline once more; OWN_LOOP: our own autoregressive decoding.
-BASELINE, METHOD, HF, SINGLE = "baseline", "method", "hf_generate", "single"
-AGAIN, OWN_LOOP = "again", "own_loop"
 
 
 @dataclass(slots=True)

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
+from specbench.config.spec import BASELINE, METHOD
 from specbench.decoding.trace import Clock, Generation, Step
-from specbench.measure.arms import BASELINE, METHOD
 from specbench.measure.certify import worst
 from specbench.system.errors import JobError, one_line
 

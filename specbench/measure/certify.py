@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from specbench.config.spec import POOL
+from specbench.config.spec import AGAIN, BASELINE, HF, METHOD, POOL
 from specbench.decoding.sampling import TARGET, position_draws, truncate_at_stop
-from specbench.measure.arms import AGAIN, BASELINE, HF, METHOD
 from specbench.measure.lean import Lean, leans
 from specbench.measure.likelihood import Likelihood, likelihood
 from specbench.measure.metrics.metrics import VERDICTS
 from specbench.measure.numeric_noise import (
     BLOCKS,
+    ShapeChanges,
     batch_noise,
     drawn_margin,
     engine_noise,
@@ -162,6 +162,8 @@ class Certifier:
             )
 
         def worst_after(answer: list[int], index: int) -> float:
+            if len(answer) > decoding.max_new_tokens:
+                return math.inf
             logits = forced_logits(setup.target, prompt, [*answer, 0], max(BLOCKS))
             margins = [margin(logits[i], answer[i], i) for i in range(index + 1, len(answer))]
             if answer[-1] not in stop_ids and len(answer) < decoding.max_new_tokens:
@@ -246,7 +248,7 @@ class Certifier:
         return noise
 
     @cached_property
-    def _changes_of_shapes(self) -> torch.Tensor:
+    def _changes_of_shapes(self) -> ShapeChanges:
         """Between such passes, place by place."""
         setup = self.setup
         return shape_changes(setup.target, self._samples, setup.drafter.max_nodes > 0, setup.verify_tokens)
@@ -254,7 +256,7 @@ class Certifier:
     @cached_property
     def _rounding(self) -> torch.Tensor:
         """Those changes: none is larger than rounding, and one, unseen, is as large as that."""
-        changes, noise = self._changes_of_shapes, self._noise_of_shapes
+        changes, noise = self._changes_of_shapes.values, self._noise_of_shapes
         return torch.cat([changes.clamp(max=noise / 2), changes.new_tensor([noise])])
 
     @cached_property

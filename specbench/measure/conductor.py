@@ -11,12 +11,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from specbench.config.spec import POOL, QUESTION
+from specbench.config.spec import METHOD, POOL, QUESTION
 from specbench.decoding.model.graphs import GraphRunner
 from specbench.decoding.trace import Clock
-from specbench.measure.arms import METHOD
 from specbench.measure.interleave import Interleaver
-from specbench.measure.machine import provenance
+from specbench.measure.machine import hardware
 from specbench.measure.machine.watch import LOST, Watch, added, between
 from specbench.measure.remeasure import CAPTURED, Attempt, Slice, least_disturbed
 
@@ -91,12 +90,12 @@ class Conductor:
         counters = added([attempt.counted() for attempt in attempts])  # over all attempts and arms
         watched = any(name in counters for name in (*LOST, "others"))
         machine = {
-            "goes": len(attempts),
+            "attempts": len(attempts),
             "disturbed_share": disturbed if watched else None,
             "still_disturbed_share": still_disturbed if watched else None,
             "counters": counters | heat,
             "clock_mhz": self.watch.clock_mhz(),
-            "gpus": provenance.gpus(provenance.GPU_STATE, device) if device.type == "cuda" else [],
+            "gpus": hardware.gpus(hardware.GPU_STATE, device) if device.type == "cuda" else [],
         }
         return Measurement(answers, attempts, machine)
 
@@ -110,7 +109,7 @@ class Conductor:
             in_process = self.setup.served is None  # a server's memory is not this process's
             counts_memory = name == METHOD and self.setup.spec.unit == POOL and in_process
             if counts_memory:
-                provenance.reset_peak_memory(device)
+                hardware.reset_peak_memory(device)
             before, captured = self.watch.read(), GraphRunner.captures_of_all
             yield
             counted = between(before, self.watch.read())
@@ -118,7 +117,7 @@ class Conductor:
             degree = CAPTURED if GraphRunner.captures_of_all > captured else self.watch.disturbance(counted)
             slices[name].append(Slice(turns.tokens[number], counted, degree))
             if counts_memory:
-                peak = provenance.peak_memory(device)
+                peak = hardware.peak_memory(device)
                 self.peak_memory = peak and max(peak, self.peak_memory or 0)
 
         turns = Interleaver(Clock(device), self.slice_seconds or math.inf, watched)

@@ -180,6 +180,8 @@ def examine(
     if base.rounds < LEAST_ROUNDS:
         findings.append(f"it drafted in only {base.rounds} rounds: too few to say more")
         return base, findings
+    if not base.rate() and (drafter.taps or drafter.needs.part or drafter.needs.draft_model):
+        findings.append("nothing is accepted at place 1: was it trained for this target?")
     findings += shift_findings(base) + chain_findings(base) + stale_findings(base)
     if drafter.needs.draft_model and drafter.needs.part is None and not drafter.overlaps_verification():
         findings += own_draft_findings(pair, make, requests)
@@ -206,11 +208,7 @@ def state_findings(
 ) -> list[str]:
     """Whether a drafter uses the states that it reads, and whether it would rather have others."""
     findings, target, taps = [], pair.staged, make().taps
-    if not base.rate():
-        findings.append(
-            "nothing is accepted at place 1, so that no control does worse: was it trained for this target?"
-        )
-    else:
+    if base.rate():  # else no control does worse
         blind = observed(pair, Watched(make(), change=shuffled), requests)
         if not clearly_above(base, blind) and blind.rate() >= NO_WORSE * base.rate():
             findings.append(

@@ -1,7 +1,8 @@
 """How likely drawn tokens are: are they drawn from the target's distributions?
 
 For a token x that is drawn from probabilities p, log p(x) plus the entropy of p is 0 on average, and its variance is
-known. Summed over many tokens it tells answers that are not the target's, without equal random numbers.
+known. Summed over many tokens it tells answers that are not the target's, without equal random numbers. A sum hides a
+single token that is never drawn, so the least likely ones are judged by themselves, too.
 
 Whoever drew them computed logits in passes of other shapes, which round otherwise, in half precision far enough to
 matter at low temperatures. What the sum may be is therefore also worked out for distributions blurred by that much.
@@ -9,6 +10,7 @@ matter at low temperatures. What the sum may be is therefore also worked out for
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,7 +24,9 @@ if TYPE_CHECKING:
     from specbench.decoding.model.staged_model import StagedModel
 
 BLOCK = 32  # tokens that are looked at at a time
+LEAST_TAIL = -700.0  # logarithm of the least chance that a float holds
 LEAST = -1e3  # log p of a token that is never drawn, whose share of a moment is 0
+RAREST = 4  # tokens of an answer that are judged by themselves
 BLURS = 8  # roundings at random whose distributions are averaged
 # Standard deviation of a logit / the rounding noise, which is twice the largest of some hundred changes of the distance
 # of two: at least as much as what is seen.
@@ -42,6 +46,7 @@ class Likelihood:
         blurred_surprise: what that sum is on average, if they are drawn from distributions blurred by rounding.
         blurred_variance: of the sum then.
         blurred_third: likewise.
+        rarest: of its least likely tokens, the chances [up to `RAREST`], rising, that a place has as unlikely a token.
     """
 
     tokens: int
@@ -52,6 +57,7 @@ class Likelihood:
     blurred_surprise: float
     blurred_variance: float
     blurred_third: float
+    rarest: list[float]
 
 
 def likelihood(
@@ -109,6 +115,7 @@ def of_logits(logits: torch.Tensor, tokens: list[int], temperature: float, noise
     noise: rounding noise of the logits that tokens were drawn from, as `numeric_noise` measures it.
     """
     logprob = surprise = 0.0
+    rarest: list[float] = []
     sharp, blurred = torch.zeros(3, dtype=torch.double), torch.zeros(3, dtype=torch.double)
     generator = torch.Generator(logits.device).manual_seed(sum(tokens))
     ids = torch.tensor(tokens, dtype=torch.long, device=logits.device)
@@ -120,6 +127,8 @@ def of_logits(logits: torch.Tensor, tokens: list[int], temperature: float, noise
         chosen = logp.gather(1, drawn[:, None]).squeeze(1)
         logprob += chosen.sum().item()
         surprise += (chosen + entropy).sum().item()
+        tails = torch.where(logp <= chosen[:, None], p, 0.0).sum(-1)
+        rarest = sorted([*rarest, *tails.tolist()])[:RAREST]
         apart = logp.clamp(min=LEAST) + entropy[:, None]
         sharp += moments(p, apart)
         if noise > 0.0:
@@ -130,7 +139,10 @@ def of_logits(logits: torch.Tensor, tokens: list[int], temperature: float, noise
             blurred += moments(p, apart)
     _, variance, third = sharp.tolist()
     of_blurred = blurred.tolist() if noise > 0.0 else (0.0, variance, third)
-    return Likelihood(len(tokens), logprob, surprise, variance, third, *of_blurred)
+    # Logits that differ by no more than the noise change a probability by no more than this factor.
+    most = math.exp(min(noise / (temperature or 1.0), -LEAST_TAIL))
+    rarest = [min(tail * most, 1.0) for tail in rarest]
+    return Likelihood(len(tokens), logprob, surprise, variance, third, *of_blurred, rarest)
 
 
 def moments(p: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -126,12 +126,26 @@ def drawn_margin(logits: torch.Tensor, other: int, decoding: SamplingParams, uni
     return decoding.temperature * float((torch.logit(ends.new_tensor(uniform)) - torch.logit(nearer)).abs())
 
 
+class ShapeChanges(NamedTuple):
+    """What passes of several shapes change.
+
+    Attributes:
+        values: [n] changes of the distance of the target's first two choices, in logits, without signs.
+        firsts: of each sample, what `first_two` gives.
+        blocks: tokens of the passes that were compared with passes of one.
+    """
+
+    values: torch.Tensor
+    firsts: list[tuple[torch.Tensor, torch.Tensor]]
+    blocks: set[int]
+
+
 def shape_noise(
     target: StagedModel,
     samples: list[tuple[list[int], list[int]]],
     trees: bool = False,
     widest: int = max(BLOCKS),
-    changes: torch.Tensor | None = None,
+    changes: ShapeChanges | None = None,
 ) -> float:
     """Twice the largest change, between block shapes, of the distance of the target's first two choices.
 
@@ -144,19 +158,18 @@ def shape_noise(
         samples: (prompt, answer) token ids.
         trees: also compare a tree's nodes, which lie at other entries of the cache than the tokens of a chain.
         widest: rows of the widest pass in use.
-        changes: what `shape_changes` gives for all this; None: it is asked.
+        changes: what `shape_changes` gives for these arguments; None: it is called.
 
     Returns:
         Logits; 0 where no shape changes any, and there are no trees.
     """
-    ours = (shape_changes(target, samples, trees, widest) if changes is None else changes).max().item()
+    changes = changes or shape_changes(target, samples, trees, widest)
+    ours = changes.values.max().item()
     if ours == 0.0:
         # Short samples may hold none of the few nodes of trees that round otherwise.
         passes = (forced_logits(target, *sample, max(BLOCKS)) for sample in samples) if trees else ()
         return 2 * max((logit_step(target, logits) for logits in passes), default=0.0)
-    blocks = {min(block, target.width or block) for block in (*BLOCKS, widest)}
-    firsts = [first_two(target, prompt, answer) for prompt, answer in samples]
-    model, step = model_change(target, samples, firsts, blocks)
+    model, step = model_change(target, samples, changes.firsts, changes.blocks)
     largest = ours if ours <= NOT_ROUNDING * model else model
     return 2 * (max(largest, step) if trees else largest)
 
@@ -171,17 +184,18 @@ def shape_changes(
     samples: list[tuple[list[int], list[int]]],
     trees: bool = False,
     widest: int = max(BLOCKS),
-) -> torch.Tensor:
-    """All changes [n] of which `shape_noise` takes the largest, in logits, without signs; its arguments."""
+) -> ShapeChanges:
+    """All changes of which `shape_noise` takes the largest; its arguments."""
     blocks = {min(block, target.width or block) for block in (*BLOCKS, widest)}
-    changes = []
+    values, firsts = [], []
     for prompt, answer in samples:
         begun = begin(target, prompt, len(answer) + max(blocks))
         top, gap = first_two(target, prompt, answer, begun)
         passes = [forced_logits(target, prompt, answer, n, begun) for n in blocks]
         passes += [tree_logits(target, prompt, answer, max(blocks), begun)] if trees else []
-        changes += [(logits.gather(-1, top).diff() - gap).abs().flatten() for logits in passes]
-    return torch.cat(changes)
+        values += [(logits.gather(-1, top).diff() - gap).abs().flatten() for logits in passes]
+        firsts.append((top, gap))
+    return ShapeChanges(torch.cat(values), firsts, blocks)
 
 
 def tie_chance(target: StagedModel, prompt: list[int], answer: list[int], changes: torch.Tensor) -> float:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from itertools import permutations
 from typing import TYPE_CHECKING
 
+from specbench.config.spec import BASELINE, SINGLE
 from specbench.decoding.sampling import answer_seed
 from specbench.decoding.state import Request
-from specbench.measure.arms import BASELINE, SINGLE
 from specbench.system.errors import UserError
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from statistics import median
 from typing import TYPE_CHECKING
 
-from specbench.measure.arms import BASELINE, METHOD
+from specbench.config.spec import BASELINE, METHOD
 from specbench.measure.draft_length import Constant, Goodput, VariableLength, costs_by_length, listed_costs
 from specbench.measure.warm_up import end_requests, filled
 

@@ -22,7 +22,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
-from specbench.config.spec import POOL, RunSpec, make_drafter
+from specbench.config.spec import BASELINE, HF, METHOD, POOL, SINGLE, RunSpec, make_drafter
 from specbench.data.questions import find_questions_file, load_questions, warmup_questions
 from specbench.data.warm_start import warm_record
 from specbench.decoding.cpu import native
@@ -34,12 +34,12 @@ from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.trace import counted
 from specbench.measure.agreement import check_staged
-from specbench.measure.arms import BASELINE, HF, METHOD, SINGLE, Arm, FastestOf, Setup, generate_arm
+from specbench.measure.arms import Arm, FastestOf, Setup, generate_arm
 from specbench.measure.bench import Bench, attempt
 from specbench.measure.certify import Certifier
 from specbench.measure.conductor import Conductor
 from specbench.measure.draft_length import VariableLength, make_rule
-from specbench.measure.machine import provenance
+from specbench.measure.machine import bandwidth, hardware, provenance
 from specbench.measure.machine.speed import Probes
 from specbench.measure.metrics.statistics import Speedup
 from specbench.measure.plan import RunPlan
@@ -265,25 +265,25 @@ class Job:
         chosen["engine_version"] = None if setup.served is None else setup.served.version
         chosen["compiled"] = setup.target.stack.is_compiled  # known once it has warmed up
         try:
-            provenance.record(self.run_dir, collected | chosen | {"speed": speed | {"first": first}})
+            provenance.record(path, collected | chosen | {"speed": speed | {"first": first}})
         except UserError as error:
             store.give_up(self.run_dir, str(error))
             raise
-        bandwidth = provenance.bandwidth(setup.pair.device)
+        ceiling = bandwidth.bandwidth(setup.pair.device)
         if (self.run_dir / store.FACTS).exists():  # peak and ceiling are those of all processes
             facts_before = read_json(self.run_dir / store.FACTS)
-            bandwidth = max(bandwidth, facts_before["bandwidth_bytes_per_second"])
+            ceiling = max(ceiling, facts_before["bandwidth_bytes_per_second"])
             bench.conductor.peak_memory = facts_before["peak_memory_bytes"]
             if setup.served is not None:  # what its handshake has found again is no other fault
                 before, faults = facts_before["engine"]["faults"], setup.served.faults
                 faults[:] = [*before, *(fault for fault in faults if fault not in before)]
         run_facts = facts(bench) | {
-            "bandwidth_bytes_per_second": bandwidth,
+            "bandwidth_bytes_per_second": ceiling,
             "speed": speed,
             "round_costs": chosen["round_costs"],
             **models(setup, self.cfg.pair, collected["weights"]),
             "questions": collected["questions"]["sha256"],
-            "processor": provenance.processor(setup.pair.device),
+            "processor": hardware.processor(setup.pair.device),
         }
         write_json(self.run_dir / store.FACTS, run_facts)
         return run_facts, probes

@@ -9,12 +9,13 @@ from __future__ import annotations
 import pkgutil
 from typing import TYPE_CHECKING
 
+from specbench.config.spec import AGAIN, BASELINE, METHOD, OWN_LOOP, SINGLE
 from specbench.data.questions import warmup_questions
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import SamplingParams
 from specbench.measure.agreement import check_staged
-from specbench.measure.arms import AGAIN, BASELINE, METHOD, OWN_LOOP, SINGLE, Setup
+from specbench.measure.arms import Setup
 from specbench.measure.bench import Bench
 from specbench.measure.certify import Certifier
 from specbench.measure.conductor import Conductor

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from specbench.config.spec import BASELINE, HF, METHOD, SINGLE
 from specbench.decoding.model.fixed_shape import KV_BUCKET, rounded_up
 from specbench.decoding.model.graphs import GraphRunner
 from specbench.decoding.state import Request
-from specbench.measure.arms import BASELINE, HF, METHOD, SINGLE, FastestOf
+from specbench.measure.arms import FastestOf
 from specbench.measure.draft_length import Constant, VariableLength
 from specbench.system import threads
 

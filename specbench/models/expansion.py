@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 Module = TypeVar("Module", bound="torch.nn.Module")
 
-EMBEDDED = "tiny"  # the pair that others are expanded from
+EMBEDDED = "tiny"  # the pair that the embedded family begins with and is expanded from, and its questions
 # What such a pair keeps of its own.
 OWN = (
     *("name", "target_shape", "draft_shape", "width", "draft_width"),
@@ -209,9 +209,7 @@ class Expansion:
                 "rope_theta": base ** ((new.head_dim // 2) / (self._stride * (old.head_dim // 2))),
             },
         }
-        config = LlamaConfig(**(self.settings | changes))
-        config._attn_implementation = "sdpa"
-        return config
+        return LlamaConfig(**(self.settings | changes), attn_implementation="sdpa")
 
     def build(
         self,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from specbench.system.errors import UserError, file_errors, one_line, warn
 from specbench.system.files import file_sha256, lock_folder, make_folder, write_atomic
-from specbench.system.paths import cache_folder, packaged
+from specbench.system.paths import cache_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -60,14 +60,6 @@ UNREADABLE = (
 def is_gguf(name: str) -> bool:
     """Whether a model's name means a GGUF file."""
     return name.endswith(SUFFIX)
-
-
-def gguf_file(name: str) -> Path:
-    """The file that `name` means. Raises UserError where there is none."""
-    path = packaged(name)
-    if not path.is_file():
-        raise UserError(f"there is no file '{name}'")
-    return path.resolve()
 
 
 def converted(path: Path) -> Path:

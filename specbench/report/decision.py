@@ -10,14 +10,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
-from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
-from specbench.config.spec import POOL
-from specbench.measure.metrics.statistics import CONFIDENCE, LEAST_POOLS, LEAST_QUESTIONS, verdict
-from specbench.report import remarks
+from specbench.config.spec import POOL, without_group
+from specbench.measure.metrics.statistics import LEAST_POOLS, LEAST_QUESTIONS, Speedup, verdict, widened
+from specbench.report import remarks, verdicts
 from specbench.report.cells import (
     NUMBER,
     UNKNOWN,
@@ -110,7 +109,7 @@ class Alternative:
     @property
     def faults(self) -> list[str]:
         """What is wrong with any of the runs."""
-        return [line for run in self.runs for line in remarks.faults(run.summary)]
+        return [line for run in self.runs for line in verdicts.faults(run.summary)]
 
     @property
     def spread(self) -> str:
@@ -221,28 +220,31 @@ class Decision:
             one.label
             for one, rank in zip(self.alternatives, self.ranks)
             if rank in (FASTEST, AS_FAST, GAINS)
-            and remarks.could_explain(itself["speedup_low"], itself["speedup_high"], one.summary["overall"])
+            and verdicts.could_explain(itself["speedup_low"], itself["speedup_high"], one.summary["overall"])
         ]
 
 
 def _differs(run: Run, count: int) -> bool:
     """Whether the baseline against itself leaves out 1, one of so many runs that were looked at."""
-    return verdict(*_widened(run.summary["overall"], count)) in ("faster", "slower")
+    return verdict_of_many(run.summary["overall"], count) in ("faster", "slower")
 
 
 def _rank(one: Alternative, count: int) -> str:
     """What an alternative is beside the baseline, one of so many from which the fastest is chosen."""
-    return NONE if one.faults else OF_VERDICT[verdict(*_widened(one.summary["overall"], count))]
+    return NONE if one.faults else OF_VERDICT[verdict_of_many(one.summary["overall"], count)]
 
 
-def _widened(overall: Mapping[str, Any], count: int) -> tuple[float | None, float | None]:
-    """The interval of a speedup at the level that one of `count` needs (Bonferroni), widened in its logarithm."""
+def verdict_of_many(overall: Mapping[str, Any], count: int) -> str | None:
+    """As `verdict`, of a speedup that is one of so many from which the fastest is chosen."""
     value, low, high = (overall[f"speedup{end}"] for end in ("", "_low", "_high"))
-    if low is None or high is None:
-        return low, high
-    tail = (1 - CONFIDENCE) / 2
-    wider = NormalDist().inv_cdf(1 - tail / count) / NormalDist().inv_cdf(1 - tail)
-    return value * (low / value) ** wider, value * (high / value) ** wider
+    interval = widened(Speedup(value, low, high, _freedom(overall)), count)
+    return verdict(interval.low, interval.high)
+
+
+def _freedom(overall: Mapping[str, Any]) -> float | None:
+    """Degrees of freedom of a speedup's interval; of older runs those over questions or pools; None: as of many."""
+    entries = overall.get("pools") or overall.get("speedup_questions") or 0
+    return overall.get("speedup_freedom") or (entries - 1 if entries > 1 else None)
 
 
 def decisions(runs: Iterable[Run]) -> list[Decision]:
@@ -289,9 +291,9 @@ def _is_plain(summary: dict) -> bool:
     """Whether a run set the baseline beside itself: a drafter that found nothing, or failed, is none."""
     drafts = summary["settings"] if summary["drafter"] is None else summary["drafter"] != "none"
     overall = summary["overall"]
-    nothing = overall["acceptance_rate"] is None and summary.get("engine") is None
+    nothing = overall["acceptance_rate"] is None and summary["engine"] is None
     as_usual = not overall["alignment_share"] and not summary["settings"].get("token_budget")
-    return nothing and as_usual and not drafts and not remarks.faults(summary)
+    return nothing and as_usual and not drafts and not verdicts.faults(summary)
 
 
 def decision_table(decision: Decision) -> Table:
@@ -380,7 +382,7 @@ def draft_length(summary: dict) -> int | None:
 
 def tree_size(summary: dict) -> tuple[int | None, int | None] | None:
     """The most nodes and levels of a draft that is a tree, each None where it is not known; None of a chain."""
-    settings = {key.removeprefix("drafter."): value for key, value in summary["settings"].items()}
+    settings = without_group(summary["settings"])
     if summary["engine"] is not None or settings.get("width") == 1:  # other engines are told to verify chains
         return None
     if (nodes := summary.get("max_nodes")) is not None:

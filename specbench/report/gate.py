@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from specbench.config.spec import POOL
 from specbench.measure.machine.provenance import COMPARABLE
 from specbench.measure.metrics.statistics import LEAST_POOLS, LEAST_QUESTIONS
-from specbench.report import remarks
+from specbench.report import remarks, verdicts
 from specbench.report.compare import (
     ONE_PROCESS,
     SPEEDUP,
@@ -97,7 +97,7 @@ def _judge(first: Run, run: Run, metric: str, fail_below: float | None, allow: t
     hindrances = [*differing_conditions(first, run, allow), *without_difference([first, run])]
     if metric == SPEEDUP:
         hindrances += [
-            f"{one.name}: {line}" for one in (first, run) if (line := remarks.no_speed(one.summary))
+            f"{one.name}: {line}" for one in (first, run) if (line := verdicts.no_speed(one.summary))
         ]
     hindrances += [
         f"{one.name} has no {metric}" for one in (first, run) if one.summary["overall"][metric] is None

@@ -73,7 +73,7 @@ QUOTED = {"engine": "our loop", "hf_generate": "transformers generate"}  # what 
 
 def method_label(summary: Mapping) -> str:
     """The method, what drafts for it where that is another choice, its rule for draft lengths, and another engine."""
-    drafter, engine = summary["drafter"], summary.get("engine")
+    drafter, engine = summary["drafter"], summary["engine"]
     if engine is not None:  # which schedules by itself
         return f"{drafter or summary['method']} by {engine['name']}"
     label = summary["method"] if drafter in (None, "none") else f"{summary['method']} + {drafter}"
@@ -84,7 +84,7 @@ def method_label(summary: Mapping) -> str:
 def beside_engines(summaries: Iterable[dict]) -> list[dict]:
     """The runs of other engines, and this project's own of a method and pair that another engine was measured with."""
     of_questions = [summary for summary in summaries if summary["unit"] == QUESTION]
-    others = {_question(summary) for summary in of_questions if summary.get("engine") is not None}
+    others = {_question(summary) for summary in of_questions if summary["engine"] is not None}
     return [summary for summary in of_questions if _question(summary) in others]
 
 
@@ -228,12 +228,12 @@ def _differs(key: str, summaries: Iterable[Mapping]) -> bool:
 
 def _quoted(summary: Mapping) -> str | None:
     """What a speedup is against; None of another engine, which is its own baseline."""
-    return None if summary.get("engine") else QUOTED[summary["baseline"]["quoted_against"]]
+    return None if summary["engine"] else QUOTED[summary["baseline"]["quoted_against"]]
 
 
 def of_engine(summary: Mapping) -> dict[str, str | None]:
     """The name of another engine, its version and how its plain arm was told to decode; None of our own."""
-    engine = summary.get("engine")
+    engine = summary["engine"]
     if not engine:
         return {"engine_name": None, "engine_plain": None}
     version = [] if engine["version"] == UNKNOWN_VERSION else [engine["version"]]

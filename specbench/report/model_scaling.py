@@ -64,7 +64,7 @@ def of_other_models(
 
 def _with(summaries: Iterable[Mapping], weights: str) -> list[Mapping]:
     """Those of one sequence at a time whose target has such weights, and passes of a known size."""
-    of_one = [one for one in summaries if one["unit"] == QUESTION and one.get("engine") is None]
+    of_one = [one for one in summaries if one["unit"] == QUESTION and one["engine"] is None]
     of_one = [one for one in of_one if one["draft_length"] == CONSTANT]
     return [one for one in of_one if one["weights"] == weights and one.get("target_pass_bytes")]
 

@@ -10,9 +10,10 @@ import yaml
 from jinja2 import Environment, PackageLoader, select_autoescape
 
 from specbench.measure.machine import provenance
-from specbench.report import formats, remarks, tables
+from specbench.report import formats, tables, verdicts
 from specbench.report.decision import Decision, decision_table, facts
 from specbench.report.labels import labels
+from specbench.system.secrets import without_secrets
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -40,7 +41,7 @@ def page(
         trim_blocks=True,
     )
     named = list(zip(labels(run.summary for run in runs), runs))
-    wrong = [f"{label} ({run.name}): {line}" for label, run in named for line in remarks.faults(run.summary)]
+    wrong = [f"{label} ({run.name}): {line}" for label, run in named for line in verdicts.faults(run.summary)]
     return environment.get_template("page.html").render(
         title="Speculative decoding, measured",
         date=time.strftime("%Y-%m-%d %H:%M"),
@@ -58,7 +59,7 @@ def page(
 
 def _run(label: str, run: Run) -> dict:
     # Folders of older versions may hold secrets that those did not know.
-    origin = provenance.without_secrets(run.provenance)
+    origin = without_secrets(run.provenance)
     config = origin and yaml.dump(origin["config"], Dumper=DUMPER, sort_keys=False, allow_unicode=True)
     return {
         "name": run.name,

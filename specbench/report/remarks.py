@@ -6,15 +6,16 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from specbench.config.spec import POOL
+from specbench.config.spec import POOL, without_group
 from specbench.data.warm_start import WARM, warmed_with
-from specbench.measure.metrics.engine import SURPRISE
+from specbench.measure.metrics.engine import RARE
 from specbench.measure.metrics.statistics import verdict
-from specbench.report.cells import WRONG, equivalence_text, number_text, ratio_text, share_text
+from specbench.report.cells import WRONG, equivalence_text, number_text, share_text
 from specbench.report.labels import QUOTED, VOCAB_MAP, VOCAB_SIZE, as_text, labels, method_label, named
 from specbench.report.phases import FEW, different_phases, slow_machine, slow_machines, spread
 from specbench.report.runs import Run, differing_by_pair
 from specbench.report.training_data import differing_training
+from specbench.report.verdicts import baseline_fault, faults, itself_text
 from specbench.system.settings import TOKEN, TYPICAL
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ EXPANDED = "text and acceptance are those of the embedded family, times and size
 DISTURBED = "other processes were busy for {} of the measured time"
 WORST_DISTURBED = 0.1  # of the measured time, above which a run warns of it first
 STOLEN_SHOWN = 0.001
-UNLIKELY = 1e-4  # p value of as many ties as there are
 ONE_POOL = "interval over repeats of one pool: timing noise only"
 
 
@@ -78,7 +78,7 @@ def machine_line(summary: dict) -> str:
 
 def kernels_line(summary: dict) -> str:
     """Whose kernels ran a CPU's short passes, and whether layers were compiled; nothing for older runs."""
-    elsewhere = summary["device"] != "cpu" or summary.get("engine")
+    elsewhere = summary["device"] != "cpu" or summary["engine"]
     if elsewhere or summary.get("compiled") is None or summary.get("layouts"):
         return ""
     kernels = f"torch's kernels ({reason})" if (reason := summary.get("kernels")) else "kernels of our own"
@@ -172,7 +172,7 @@ def settings_line(summary: dict) -> str:
 
 def beside_settings(summary: dict) -> dict:
     """What counts as a setting beside those of a method: the rule of draft lengths, and the vocabulary."""
-    of_drafter = {key.removeprefix("drafter."): value for key, value in summary["settings"].items()}
+    of_drafter = without_group(summary["settings"])
     return {
         "decoding.draft_length": summary.get("draft_length"),
         "vocab": "full" if of_drafter.get(VOCAB_MAP) is None else "trim",
@@ -227,7 +227,7 @@ def baseline_line(baseline: dict) -> Text:
     text.append(f"speedups are against {QUOTED[baseline['quoted_against']]}")
     text.append(_ceiling(baseline))
     if baseline["equivalence"]["violation"]:
-        text.append(f"\n{_baseline_fault(baseline)}", style=WRONG)
+        text.append(f"\n{baseline_fault(baseline)}", style=WRONG)
     return text
 
 
@@ -264,120 +264,22 @@ def engine_line(summary: dict) -> Text:
 def likelihood_line(summary: dict) -> str:
     """How likely the target finds what was drawn; nothing where answers are judged by their tokens."""
     plain = "baseline" if summary["engine"] is None else "plain"
-    parts = [
-        f"{plain if arm == 'baseline' else arm} {one['logprob']:.3f}, "
-        f"{one['standard_errors']:+.1f} standard errors off"
-        + (f", {lean:+.1f} towards its drafts" if (lean := one.get("lean")) is not None else "")
-        for arm, one in summary["likelihood"].items()
-    ]
+    parts = []
+    for arm, one in summary["likelihood"].items():
+        text = f"{plain if arm == 'baseline' else arm} {one['logprob']:.3f}, "
+        text += f"{one['standard_errors']:+.1f} standard errors off"
+        if (lean := one.get("lean")) is not None:
+            text += f", {lean:+.1f} towards its drafts"
+        if (rare := one.get("rare_p")) is not None and rare < RARE:
+            text += f", with TOKENS THAT ARE HARDLY EVER DRAWN (p = {rare:.1g})"
+        parts.append(text)
     return f"mean log p of drawn tokens: {'; '.join(parts)}" if parts else ""
-
-
-def could_explain(low: float | None, high: float | None, overall: dict) -> bool:
-    """Whether what a baseline may have against itself makes what a method gains, or loses, no longer shown.
-
-    Args:
-        low: lower end of the baseline's interval against itself; None without one.
-        high: upper end.
-        overall: numbers of the method.
-    """
-    ends = overall["speedup_low"], overall["speedup_high"]
-    if low is None or high is None or (judged := verdict(*ends)) not in ("faster", "slower"):
-        return False
-    margin = max(high, 1 / low)
-    return verdict(ends[0] / margin, ends[1] * margin) != judged
-
-
-def itself_text(engine: dict) -> Text:
-    """What an engine's plain arm gains over itself."""
-    again = engine["again"]
-    return ratio_text(again["speedup"], again["low"], again["high"])
 
 
 def baseline_rate(baseline: dict) -> float | None:
     """Tokens per second of what the speedups are quoted against."""
     is_ours = baseline["quoted_against"] == "engine"
     return baseline["tokens_per_second" if is_ours else "hf_generate_tokens_per_second"]
-
-
-def faults(summary: dict, with_baseline: bool = True, with_speed: bool = True) -> list[str]:
-    """What is wrong with a run, a line each; of its baseline, and of what its speed rests on, unless told elsewhere."""
-    lines = engine_faults(summary) + ([line] if with_speed and (line := no_speed(summary)) else [])
-    counts, baseline = summary["equivalence"], summary["baseline"]
-    if counts["violation"]:
-        whose = "the target's own" if summary.get("engine") is None else "those of its plain arm"
-        lines.append(f"VIOLATION: {counts['violation']} of {counts['answers']} answers are not {whose}")
-    if too_many_ties(summary):
-        lines.append(f"VIOLATION: {ties_line(summary)}")
-    for arm in improbable(summary) if summary["engine"] is None else []:
-        lines.append(f"VIOLATION: answers of the {arm} are not drawn from the target's distributions")
-    if summary["verification"] == TYPICAL:
-        lines.append("LOSSY: typical acceptance does not keep the target's answers; it is here as a control")
-    if summary["failed"]:
-        lines.append(f"FAILED: {summary['failed']} questions, left out of every number")
-    if with_baseline and summary.get("engine") is None and baseline["equivalence"]["violation"]:
-        lines.append(_baseline_fault(baseline))
-    return lines
-
-
-def violates(summary: dict) -> bool:
-    """Whether answers of any arm are violations, in a run whose rule of acceptance should allow none."""
-    counts = [summary["equivalence"], summary["baseline"]["equivalence"]]
-    if (engine := summary["engine"]) is not None:
-        counts.append(engine["again_equivalence"])
-    wrong = any(one["violation"] for one in counts) or bool(improbable(summary)) or too_many_ties(summary)
-    return wrong and summary["verification"] != TYPICAL
-
-
-def improbable(summary: dict) -> list[str]:
-    """The arms whose tokens are too likely, too unlikely or too like their drafts to be the target's draws."""
-    return [
-        arm
-        for arm, one in summary["likelihood"].items()
-        if abs(one["standard_errors"]) > SURPRISE or abs(one.get("lean") or 0.0) > SURPRISE
-    ]
-
-
-def too_many_ties(summary: dict) -> bool:
-    """Whether more answers are ties than rounding makes: a rule that is lossy by less than the noise."""
-    ties = summary.get("ties")
-    return ties is not None and ties["p_value"] < UNLIKELY
-
-
-def ties_line(summary: dict) -> str:
-    """How many ties there are beside what rounding makes; nothing where that was not worked out, or none of either."""
-    ties = summary.get("ties")
-    if ties is None or max(ties["count"], ties["expected"]) < 0.5:
-        return ""
-    return f"{ties['count']} ties, where rounding explains {ties['expected']:.1f}"
-
-
-def engine_faults(summary: dict) -> list[str]:
-    """What is wrong with the answers of another engine; nothing of this project's own."""
-    engine = summary.get("engine")
-    if engine is None:
-        return []
-    name, lines = engine["name"], []
-    differing, unlike = summary["baseline"]["equivalence"], engine["again_equivalence"]
-    if differing["violation"]:
-        lines.append(f"VIOLATION: {differing['violation']} plain answers of {name} are not the target's")
-    if unlike["violation"]:
-        lines.append(f"VIOLATION: {unlike['violation']} plain answers of {name} are not what it said before")
-    for arm in improbable(summary):
-        whose = "plain" if arm == "baseline" else "speculative"
-        lines.append(f"VIOLATION: {whose} answers of {name} are not drawn from the target's distributions")
-    if faults_met := engine["faults"]:
-        lines.append(f"FAULTS of {name}: {len(faults_met)}, the first: {faults_met[0]}")
-    return lines
-
-
-def no_speed(summary: dict) -> str:
-    """A line where another engine may differ from itself by as much as a method gains or loses; else nothing."""
-    if (engine := summary.get("engine")) is None:
-        return ""
-    if not could_explain(engine["again"]["low"], engine["again"]["high"], summary["overall"]):
-        return ""
-    return f"NO VERDICT ON SPEED: plain {engine['name']} against itself has {itself_text(engine)}"
 
 
 def notes(runs: list[Run]) -> list[str]:
@@ -412,17 +314,11 @@ def memories(runs: Iterable[Run]) -> list[str]:
     """A line for each kind of state that was not empty when an answer began, with the runs that had it."""
     names_by_kind: dict[str, list[str]] = {}
     for run in runs:
-        if run.summary.get("thirds"):
+        if run.summary["drift"]:
             names_by_kind.setdefault("carries over between answers", []).append(run.name)
         if (record := run.summary.get("training", {}).get(WARM)) is not None:
             names_by_kind.setdefault(warmed_with(record), []).append(run.name)
     return [f"memory {kind}: {named(names)}" for kind, names in names_by_kind.items()]
-
-
-def _baseline_fault(baseline: dict) -> str:
-    differing = baseline["equivalence"]["violation"]
-    single = "" if baseline["single_tokens_per_second"] is None else ", our loop at batch size 1"
-    return f"VIOLATION: our loop{single} and transformers generate differ in {differing} answers"
 
 
 def is_one_pool(summary: dict) -> bool:

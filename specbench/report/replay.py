@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from specbench.config.spec import POOL
-from specbench.measure.arms import BASELINE, METHOD
+from specbench.config.spec import BASELINE, METHOD, POOL
 from specbench.measure.draft_length import Adaptive, Constant, Goodput, costs_by_length, listed_costs
 from specbench.measure.metrics.dataframes import steps_frame
 from specbench.measure.metrics.statistics import speedup
@@ -138,15 +137,15 @@ class Recorded:
         return float((after["accepted"] > 0).mean()) if len(after) else 1.0
 
     def _answers(self) -> Iterable[Answer]:
-        rounds = {key: part for key, part in self._rounds.groupby(ANSWER)}
+        rounds, none = {key: part for key, part in self._rounds.groupby(ANSWER)}, self._rounds.iloc[:0]
         quoted = self.run.summary["baseline"]["quoted_against"]  # what the measured speedup is against, too
         for record in self.run.records:
             for turn in record["turns"]:
                 key = tuple((record | turn)[name] for name in ANSWER)
                 for i, answer in enumerate(turn["arms"].get(METHOD, ())):
                     plain = turn["arms"][ARMS[quoted]][i]
-                    if key in rounds:
-                        right, ends = _guesses(rounds[key], len(answer["tokens"]))
+                    if key in rounds or len(answer["tokens"]) == 1:  # one token takes no round
+                        right, ends = _guesses(rounds.get(key, none), len(answer["tokens"]))
                         limited, prefill = answer["finish"] == "length", answer["prefill_seconds"] or 0.0
                         yield Answer(
                             right, ends, limited, plain["seconds"], prefill, len(plain["tokens"]) - 1

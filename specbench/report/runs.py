@@ -275,7 +275,7 @@ def summary_frame(runs: Iterable[Run]) -> pd.DataFrame:
         nested = ("overall", "tasks", "equivalence", "baseline", "settings", "task")
         head = {"run": run.name} | {k: v for k, v in summary.items() if k not in nested}
         head["settings"] = ", ".join(as_text(summary["settings"]))
-        head["engine"] = (summary.get("engine") or {}).get("name", OWN)
+        head["engine"] = (summary["engine"] or {}).get("name", OWN)
         baseline = {f"baseline_{k}": v for k, v in summary["baseline"].items() if k != "equivalence"}
         for task, numbers in [*summary["tasks"].items(), ("overall", summary["overall"])]:
             flat = {k: v for k, v in numbers.items() if k not in NESTED} | numbers["equivalence"]
@@ -326,7 +326,7 @@ def differences(first: Run, run: Run) -> list[str]:
 
 
 def _means(summary: Mapping) -> dict[str, object]:
-    means: dict[str, object] = {"engine.version": (summary.get("engine") or {}).get("version")}
+    means: dict[str, object] = {"engine.version": (summary["engine"] or {}).get("version")}
     if summary.get("compiled") is not None:  # older runs tell neither
         ours = "our own, on AMX" if summary.get("tiles") else "our own"
         means["kernels"] = f"torch's ({reason})" if (reason := summary.get("kernels")) else ours
@@ -342,6 +342,6 @@ def differing_by_pair(runs: Iterable[Run]) -> list[str]:
     """As `not_comparable`, among the runs of one pair, batch size and engine: that others differ is no surprise."""
     groups: dict[tuple, list[Run]] = {}
     for run in runs:
-        engine = (run.summary.get("engine") or {}).get("name")
+        engine = (run.summary["engine"] or {}).get("name")
         groups.setdefault((run.summary["pair"], run.summary["batch_size"], engine), []).append(run)
     return [line for alike in groups.values() for line in not_comparable(alike)]

@@ -1,8 +1,8 @@
 """How many tokens to draft at which batch size: `specbench schedule RUNS`, in the forms that serving engines read.
 
-For each batch size the draft length is that of the fastest run whose whole interval lies above 1, and 0 where there is
-none: speculation is not shown to pay there. A batch size between two that were measured takes the length of the
-smaller one. Drafters of trees are left out: these engines are told the lengths of chains.
+For each batch size the draft length is that of the fastest run whose whole interval lies above 1, at a level of 5 % / n
+for n lengths; 0 where there is none: speculation is not shown to pay there. A batch size between two that were measured
+takes the length of the smaller one. Drafters of trees are left out: these engines are told the lengths of chains.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, cast
 
-from specbench.config.spec import POOL
-from specbench.measure.metrics.statistics import verdict
+from specbench.config.spec import POOL, without_group
 from specbench.report import decision
 from specbench.report.cells import NUMBER, PlainTable, console, speedup_text
 from specbench.report.compare import warnings
 from specbench.report.labels import DRAFT, as_text, method_label
-from specbench.report.remarks import ONE_POOL, faults, is_one_pool
+from specbench.report.remarks import ONE_POOL, is_one_pool
 from specbench.report.tables import print_notes, runs_of_command
+from specbench.report.verdicts import faults
 from specbench.system.errors import UserError, file_errors, one_line_errors
 from specbench.system.settings import CONSTANT
 
@@ -116,9 +116,9 @@ def _chosen(summary: dict) -> tuple[str, str]:
     """What schedules, empty for one sequence at a time, and what is set of the drafter but its length, in words."""
     settings = decision.beside_length(summary)
     if summary["unit"] != POOL or summary["engine"] is not None:  # another engine schedules by itself
-        return "", ", ".join(sorted(as_text({k.removeprefix("drafter."): v for k, v in settings.items()})))
+        return "", ", ".join(sorted(as_text(without_group(settings))))
     of_scheduler = {k: v for k, v in settings.items() if k != DRAFT and not k.startswith("drafter.")}
-    drafting = {k.removeprefix("drafter."): v for k, v in settings.items() if k not in of_scheduler}
+    drafting = without_group({k: v for k, v in settings.items() if k not in of_scheduler})
     return ", ".join([summary["method"], *as_text(of_scheduler)]), ", ".join(sorted(as_text(drafting)))
 
 
@@ -138,13 +138,12 @@ def _length(run: Run) -> int:
 
 
 def _fastest(runs: list[Run]) -> Run | None:
-    """The fastest run whose whole interval lies above 1, and that nothing is wrong with; of one length, the last."""
+    """The fastest run that gains, as one of so many, and that nothing is wrong with; of one length, the last."""
     last = {_length(run): run for run in runs}
     gains = [
         run
         for run in last.values()
-        if not faults(run.summary)
-        and verdict(run.summary["overall"]["speedup_low"], run.summary["overall"]["speedup_high"]) == "faster"
+        if not faults(run.summary) and decision.verdict_of_many(run.summary["overall"], len(last)) == "faster"
     ]
     return max(gains, key=lambda run: run.summary["overall"]["speedup"], default=None)
 

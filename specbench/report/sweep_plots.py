@@ -76,7 +76,7 @@ def engines(summaries: Iterable[dict]) -> Figure | None:
     figure = Figure(figsize=(9, height), layout="constrained")
     plain, gain = figure.subplots(1, 2, sharey=True)
     for row, (name, summary) in enumerate(zip(names, shown)):
-        colour = PALETTE[0] if summary.get("engine") is None else PALETTE[1]
+        colour = PALETTE[0] if summary["engine"] is None else PALETTE[1]
         rate, ceiling = baseline_rate(summary["baseline"]), summary["baseline"]["ceiling_tokens_per_second"]
         if rate:
             plain.barh(row, rate, height=0.55, color=colour)

@@ -10,7 +10,7 @@ from rich.text import Text
 from specbench.config.spec import POOL, QUESTION
 from specbench.config.tuned import CHANGED
 from specbench.data.question_files import TASKS
-from specbench.report import remarks
+from specbench.report import remarks, verdicts
 from specbench.report.cells import (
     NUMBER,
     UNKNOWN,
@@ -44,11 +44,11 @@ SHORT = {  # column heads
 
 def run_table(summary: dict) -> Table:
     """The numbers of one run: a row per task, those with a violation first, then all questions together."""
-    engine = summary.get("engine")
+    engine = summary["engine"]
     caption = remarks.baseline_line(summary["baseline"]) if engine is None else remarks.engine_line(summary)
     for line in (
         remarks.likelihood_line(summary),
-        remarks.ties_line(summary),
+        verdicts.ties_line(summary),
         remarks.batch_line(summary),
         *summary.get("notes", ()),
         remarks.acceptance_line(summary["overall"]),
@@ -127,13 +127,13 @@ def engines_table(summaries: Iterable[dict]) -> Table | None:
     rates = ("plain\ntokens/s", "of the\nceiling", "against\nitself", "speedup\n[95 % interval]")
     table.add_columns(*rates, "accept.\nlength", "exact/tie/\nviolation", "plain as\nthe target's", **NUMBER)
     for label, summary in zip(labels(shown), shown):
-        engine, baseline = summary.get("engine"), summary["baseline"]
+        engine, baseline = summary["engine"], summary["baseline"]
         fraction = baseline["bandwidth_fraction"]
         table.add_row(
             label,
             number_text(remarks.baseline_rate(baseline), 1),
             UNKNOWN if fraction is None else f"{fraction:.0%}",
-            UNKNOWN if engine is None else remarks.itself_text(engine),
+            UNKNOWN if engine is None else verdicts.itself_text(engine),
             speedup_text(summary["overall"]),
             number_text(summary["overall"]["acceptance_length"], 2),
             equivalence_text(summary["equivalence"]),

@@ -22,13 +22,15 @@ import PIL.Image
 import wandb
 import yaml
 
-from specbench.measure.machine import provenance
+from specbench.config.spec import METHOD
 from specbench.measure.metrics import summary as metrics
 from specbench.measure.metrics.acceptance import STRETCHES
+from specbench.measure.metrics.timing import ARMS
 from specbench.measure.records import run_folder as store
 from specbench.report import plots
 from specbench.report.runs import Run, read_run, summary_frame
 from specbench.system.errors import one_line
+from specbench.system.secrets import without_secrets
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -67,7 +69,7 @@ def log_run(run_dir: Path, tracker: Mapping) -> str:
         id=run_id(run_dir),
         resume="allow" if online else None,  # offline nobody knows whether there is such a run
         name=run_dir.name,
-        config=provenance.without_secrets(store.read_config(run_dir)),
+        config=without_secrets(store.read_config(run_dir)),
         dir=str(run_dir),
         settings=wandb.Settings(
             init_timeout=REACH_SECONDS,
@@ -108,10 +110,10 @@ def scalars(value: Mapping, prefix: str = "") -> dict[str, float]:
 def contents(run: Run) -> dict[str, object]:
     """What is logged beside summary and config, by its name on the service."""
     summary = run.summary
-    reference = metrics.ARMS[summary["baseline"]["quoted_against"]]
+    reference = ARMS[summary["baseline"]["quoted_against"]]
     questions = metrics.by_question(run.records, reference, run.unit)
     steps = pd.read_parquet(run.folder / store.STEPS)
-    rounds = steps[steps["arm"] == "method"]
+    rounds = steps[steps["arm"] == METHOD]
     logged: dict[str, object] = {"tasks": table(by_task(run)), "questions": table(questions)}
     if len(rounds):
         logged |= {f"{name}_per_round": histogram(rounds[name]) for name in ("emitted", "accepted")}
@@ -183,7 +185,7 @@ def artifact(run_dir: Path, upload_diff: bool = False) -> wandb.Artifact:
             continue
         load, dump = FORMATS[file.suffix]
         content = load(file.read_text(encoding="utf-8"))
-        shown = provenance.without_secrets(content)
+        shown = without_secrets(content)
         if file.name == store.PROVENANCE and shown["git"] and not upload_diff:
             shown["git"].pop("diff", None)
         if shown == content:

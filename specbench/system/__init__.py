@@ -1,1 +1,1 @@
-"""What everything else may use: errors, files, paths, settings, threads and processes."""
+"""What everything else may use: errors, files, paths, secrets, settings, threads and processes."""

@@ -170,14 +170,24 @@ def check_settings(file: Path, wanted: Mapping[str, Any], what: str) -> None:
 
     Args:
         file: the settings that it was begun with.
-        wanted: those that it is to go on with.
+        wanted: those that it is to resume with.
         what: it is, for the error.
     """
-    there = read_record(file) if file.exists() else {}
+    check_same(read_record(file) if file.exists() else {}, wanted, what)
+
+
+def check_same(begun: Mapping[str, Any], wanted: Mapping[str, Any], what: str) -> None:
+    """Raises UserError where something was begun with other settings; older records lack what is new.
+
+    Args:
+        begun: settings that it was begun with.
+        wanted: those that it is to resume with.
+        what: it is, for the error.
+    """
     for name, value in wanted.items():
-        if there.get(name, value) != value:
+        if begun.get(name, value) != value:
             raise UserError(
-                f"{what} was begun with {name}={there[name]}, not {value}: give the same settings, or another out="
+                f"{what} was begun with {name}={begun[name]}, not {value}: give the same settings, or another out="
             )
 
 

@@ -25,7 +25,6 @@ class Setting:
         self.topic = rng.choices(range(len(TOPICS)), weights=range(len(TOPICS) + 6, 6, -1))[0]
         self.register = rng.choices(range(4), weights=(4, 3, 2, 2))[0]
         self.writer = Writer(lexicon, rng, self.topic, self.register)
-        self.topic_name = TOPICS[self.topic]
 
     def people(self, count: int) -> list[str]:
         """Different names."""

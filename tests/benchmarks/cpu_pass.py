@@ -26,7 +26,7 @@ from specbench.decoding.cpu.packed_linear import packed_weights
 from specbench.decoding.model.graphs import Options, set_options
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.state import Draft
-from specbench.measure.machine.provenance import bandwidth
+from specbench.measure.machine.bandwidth import bandwidth
 from specbench.measure.runner import prepare
 from tests.support.conf import composed
 
@@ -168,8 +168,8 @@ def print_parts(ways: list[Way], tokens: torch.Tensor, speed: float, repeats: in
             for label, of in seconds.items():
                 parts[way.name][label].append(of)
     reading: dict[str, float] = defaultdict(float)
-    for laid in packed_weights([*ways[0].target.layers, ways[0].target.lm_head]):
-        reading["x".join(map(str, laid.weight.shape))] += laid.weight.nbytes / speed
+    for packed in packed_weights([*ways[0].target.layers, ways[0].target.lm_head]):
+        reading["x".join(map(str, packed.weight.shape))] += packed.weight.nbytes / speed
     title = f"ms of a pass of {tokens.shape[1]} tokens"
     print(f"\n{title:>58}{'reading':>9}" + "".join(f"{way.name:>20}" for way in ways))
     for label in parts[KERNELS]:

@@ -84,7 +84,7 @@ def test_a_violation_is_a_failure_that_is_not_measured_again(monkeypatch, capfd,
     arguments = small_pair_and_questions(tmp_path)
     measure_here(monkeypatch)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("specbench.report.remarks.violates", lambda summary: True)
+    monkeypatch.setattr("specbench.report.verdicts.violates", lambda summary: True)
     command = ["-m", "method=sps", *arguments, "seed=0,1", "rerun=false"]
     for measured in ("", "already measured"):
         code, out, err = run_main(monkeypatch, capfd, *command)

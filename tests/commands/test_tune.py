@@ -67,6 +67,12 @@ def test_what_was_tuned_on_a_real_pair_is_searched_again_on_its_questions():
         assert cfg.vocab.name == composed("bench", *named[:2]).vocab.name
 
 
+def test_warm_up_questions_have_no_split():
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = tune.trial_config(["method=pld", "data=speed_bench"])
+    assert cfg.data.split is None and cfg.data.path.endswith("warmup.jsonl")
+
+
 def test_bounds():
     whole = tune.distribution(optuna, "k", {"low": 1, "high": 5})
     steps = tune.distribution(optuna, "k", {"low": 0.0, "high": 1, "step": 0.25})

@@ -12,7 +12,9 @@ from omegaconf import OmegaConf
 
 from specbench.config.checks import check, check_values, warn_of_world
 from specbench.config.combinations import check_method
-from specbench.config.compose import CONF, base_pair, check_added, check_overrides, check_pair_keys
+from specbench.config.compose import CONF
+from specbench.config.folders import base_pair
+from specbench.config.overrides import check_added, check_overrides, check_pair_keys
 from specbench.data.question_files import TASKS
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.scheduler import Scheduler

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from specbench.config import checks
-from specbench.config.compose import group_file
 from specbench.config.engine_settings import READ
+from specbench.config.folders import group_file
 from specbench.system.errors import UserError
 from tests.support.conf import composed
 from tests.support.messages import says

@@ -13,7 +13,8 @@ from omegaconf import OmegaConf
 from specbench import CONF
 from specbench.config import checks
 from specbench.config.combinations import check_method, located
-from specbench.config.compose import compose_arguments, tuned_on
+from specbench.config.compose import compose_arguments
+from specbench.config.resolvers import tuned_on
 from specbench.config.spec import RunSpec
 from specbench.config.tuned import settings_source
 from specbench.measure.metrics import summary as metrics
@@ -307,7 +308,7 @@ def test_tuned_files_of_ones_own(tmp_path, monkeypatch, capfd):
     (tmp_path / "conf/tuned/mine/sps.yaml").write_text("max_draft_tokens: 4\n")
     (tmp_path / "conf/tuned/tiny/sps.yaml").write_text("max_draft_token: 4\n")
     monkeypatch.chdir(tmp_path)
-    sys.modules["specbench.config.compose"]._as_it_stands.cache_clear()
+    sys.modules["specbench.config.resolvers"]._as_it_stands.cache_clear()
     code, _, err = run_main(monkeypatch, capfd, "method=sps", "pair=tiny")
     assert code == 2 and err.startswith("error: method sps has no parameter 'max_draft_token'")
     assert "max_draft_tokens" in err and err.count("\n") == 1

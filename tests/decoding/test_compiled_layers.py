@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from specbench.decoding.cpu import compiled_layers, packed_linear
 from specbench.decoding.cpu.native import COMPILERS
-from specbench.decoding.cpu.packed_linear import JoinedLinear, by_columns, packed_weights
+from specbench.decoding.cpu.packed_linear import FusedSlice, by_columns, packed_weights
 from specbench.decoding.kv_cache import ForwardContext
 from specbench.decoding.model.graphs import Options, set_options
 from specbench.decoding.model.staged_model import StagedModel
@@ -199,7 +199,7 @@ def test_joint_products_have_the_biases_of_their_own_layer(monkeypatch, capfd):
             for name in ("q_proj", "k_proj", "v_proj"):
                 getattr(layer.self_attn, name).bias.normal_(std=0.3)
         target, ids = driven(model), torch.randint(3, 60, (1, PROMPT + TOKENS))
-    assert isinstance(target.layers[0].self_attn.q_proj, JoinedLinear)
+    assert isinstance(target.layers[0].self_attn.q_proj, FusedSlice)
     logits, expected = logits_of(target, ids), logits_of(plain(target), ids)
     for name, of in logits.items():
         torch.testing.assert_close(of, expected[name], atol=1e-3, rtol=1e-3)

@@ -12,7 +12,7 @@ from specbench.decoding import trace
 from specbench.decoding.device import move_slots, on_device
 from specbench.decoding.trace import Clock
 from specbench.measure.bench import Bench, attempt
-from specbench.measure.machine import provenance
+from specbench.measure.machine import bandwidth
 from specbench.system.errors import JobError
 
 CPU, SECOND_GPU = torch.device("cpu"), torch.device("cuda:1")
@@ -123,4 +123,4 @@ def test_the_bandwidth_of_a_gpu_is_measured_without_the_start_of_the_first_sum(m
 
     monkeypatch.setattr(torch, "ones", lambda *given, **options: Buffer())
     monkeypatch.setattr(trace, "Clock", Marks)
-    assert provenance.bandwidth(SECOND_GPU) == pytest.approx(rate, rel=0.01)
+    assert bandwidth.bandwidth(SECOND_GPU) == pytest.approx(rate, rel=0.01)

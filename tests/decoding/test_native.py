@@ -165,7 +165,7 @@ def test_a_product_with_many_tokens_is_torchs(dtype, has_instructions, monkeypat
 @needs_kernels
 def test_a_prompt_in_half_precision_is_computed_in_float32(monkeypatch):
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
-    laid = PackedWeight([torch.nn.Parameter(torch.randn(24, 16, dtype=torch.bfloat16))])
+    packed = PackedWeight([torch.nn.Parameter(torch.randn(24, 16, dtype=torch.bfloat16))])
     seen = []
     inner = packed_linear.linear
 
@@ -174,7 +174,7 @@ def test_a_prompt_in_half_precision_is_computed_in_float32(monkeypatch):
         return inner(states, *others)
 
     monkeypatch.setattr(packed_linear, "linear", linear)
-    laid.times(torch.randn(MOST_TOKENS + 1, 16, dtype=torch.bfloat16), None)
+    packed.times(torch.randn(MOST_TOKENS + 1, 16, dtype=torch.bfloat16), None)
     assert seen == [torch.float32]
 
 

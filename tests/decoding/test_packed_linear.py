@@ -1,4 +1,4 @@
-"""Products of frozen weights are those of torch, alone or joined, in whatever form they are read, and after changes."""
+"""Products of frozen weights are those of torch, alone or fused, in whatever form they are read, and after changes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from specbench.decoding.cpu import native
 from specbench.decoding.cpu import packed_linear as linear
 from specbench.decoding.cpu.native import MOST_TOKENS
 from specbench.decoding.cpu.packed_linear import (
-    JoinedLinear,
+    FusedSlice,
     PackedLinear,
     PackedWeight,
     Panels,
@@ -76,7 +76,7 @@ def attention(request, _kernels) -> Attention:
     torch.manual_seed(0)
     module = Attention(request.param)
     pack_linears(module)
-    assert all(type(getattr(module, name)) is JoinedLinear for name in NAMES)
+    assert all(type(getattr(module, name)) is FusedSlice for name in NAMES)
     return module
 
 
@@ -125,14 +125,14 @@ def test_other_types_and_devices_have_no_copies():
 
 def test_which_form_serves_which_number_of_tokens(monkeypatch):
     layer = packed_linear(torch.randn(40, 24), None)
-    laid = layer._laid
-    one, several = laid._forms = by_columns(laid.weight), laid.weight.clone()
+    packed = layer._packed
+    one, several = packed._forms = by_columns(packed.weight), packed.weight.clone()
     used = []
     monkeypatch.setattr(linear, "product", lambda states, weight, bias: used.append(weight) or states)
     with torch.inference_mode():
         for shape in [(1, 24), (24,), (1, 1, 24), (2, 1, 24), (1, 6, 24), (4, 32, 24), (4, 33, 24)]:
             layer(torch.randn(shape))
-    expected = [one] * 3 + [several] * 3 + [laid.weight]  # of many tokens: torch's own product
+    expected = [one] * 3 + [several] * 3 + [packed.weight]  # of many tokens: torch's own product
     assert all(weight is form for weight, form in zip(used, expected, strict=True))
 
 
@@ -140,17 +140,17 @@ def test_copies_are_made_when_a_short_pass_reads_them():
     layer = packed_linear(torch.randn(40, 24), None)
     with torch.inference_mode():
         layer(torch.randn(MOST_TOKENS + 1, 24))
-        assert layer._laid._forms is None, "whoever trains on long passes has no copies"
+        assert layer._packed._forms is None, "whoever trains on long passes has no copies"
         layer(torch.randn(2, 24))
-    assert layer._laid._forms is not None
+    assert layer._packed._forms is not None
 
 
 @pytest.mark.usefixtures("_kernels")
-@pytest.mark.parametrize("joined", [True, False])
-def test_under_autocast_products_are_torchs(joined):
+@pytest.mark.parametrize("fused", [True, False])
+def test_under_autocast_products_are_torchs(fused):
     """As in training with precision=bf16, on a frozen target: types differ, or should be changed."""
     module = Attention(bias=True)
-    if not joined:
+    if not fused:
         module.k_proj.bias = None
     pack_linears(module)
     for states in (torch.randn(2, 3, 32), torch.randn(2, 3, 32).bfloat16()):
@@ -175,7 +175,7 @@ def test_room_is_that_of_all_copies(kernels, large, dtype, copies, monkeypatch):
     size = 24 * 40 * dtype.itemsize
     for free, room in ((2 * copies * size + 1, True), (2 * copies * size, not copies)):
         monkeypatch.setattr(linear, "free_memory", lambda free=free: free)
-        assert packed_linear(torch.randn(40, 24, dtype=dtype), None)._laid.copies is room
+        assert packed_linear(torch.randn(40, 24, dtype=dtype), None)._packed.copies is room
 
 
 def test_why_passes_are_torchs_is_told(monkeypatch):
@@ -192,8 +192,8 @@ def test_why_passes_are_torchs_is_told(monkeypatch):
 
 def test_columns_do_not_begin_a_whole_number_of_pages_apart():
     weight = torch.randn(2048, 24)
-    laid = by_columns(weight)
-    assert torch.equal(laid, weight) and laid.stride(0) == 1 and laid.stride(1) * 4 % 4096
+    packed = by_columns(weight)
+    assert torch.equal(packed, weight) and packed.stride(0) == 1 and packed.stride(1) * 4 % 4096
     assert by_columns(torch.randn(24, 2048)).stride() == (1, 24)
 
 
@@ -204,7 +204,7 @@ def test_without_room_for_copies_weights_stay_as_they_are_and_a_line_says_so(mon
     size = 2 * 24 * 40 * 4  # a copy of each, with kernels or without
     monkeypatch.setattr(linear, "free_memory", lambda: 2 * size)
     pack_linears(layers)
-    assert all(part._laid._forms == (part.weight, part.weight) for part in layers)
+    assert all(part._packed._forms == (part.weight, part.weight) for part in layers)
     said = capsys.readouterr().err
     assert (
         said.startswith("warning: copies of weights for this processor's kernels") and said.count("\n") == 1
@@ -214,12 +214,12 @@ def test_without_room_for_copies_weights_stay_as_they_are_and_a_line_says_so(mon
         torch.testing.assert_close(layers[0](states), plain_linear(states, layers[0].weight))
     monkeypatch.setattr(linear, "free_memory", lambda: 2 * size + 1)
     other = copy.deepcopy(layers)
-    assert other[0]._laid.copies is False, "a copy has no more room"
+    assert other[0]._packed.copies is False, "a copy has no more room"
     fresh = torch.nn.Sequential(*(torch.nn.Linear(24, 40, bias=False) for _ in range(2))).requires_grad_(
         False
     )
     pack_linears(fresh)
-    assert fresh[0]._laid.copies and not capsys.readouterr().err
+    assert fresh[0]._packed.copies and not capsys.readouterr().err
 
 
 def test_joint_layers_give_what_each_gives_by_itself(attention):
@@ -233,7 +233,7 @@ def test_one_product_computes_all(attention, monkeypatch):
     with torch.inference_mode():
         outputs = attention(torch.randn(1, 4, 32))
     assert len(products) == 1 and [output.shape[-1] for output in outputs] == [*SIZES]
-    assert attention.q_proj._joined._outputs == (), "nothing is kept once all have had their output"
+    assert attention.q_proj._fused._outputs == (), "nothing is kept once all have had their output"
 
 
 def test_weights_stay_the_layers_own(attention):
@@ -308,7 +308,7 @@ def test_copies_and_pickles_are_independent(attention):
 
 
 def test_weights_that_lie_side_by_side_are_one_matrix_already(attention):
-    """As where processes share them: joined once more, each process would have a copy of its own."""
+    """As where processes share them: fused once more, each process would have a copy of its own."""
     weights = [attention.q_proj.weight, attention.k_proj.weight]
     again = PackedWeight(weights)
     assert again.weight.untyped_storage().data_ptr() == weights[0].untyped_storage().data_ptr()
@@ -325,11 +325,11 @@ def test_gradients_pass_through(attention):
 
 
 def test_layers_of_different_kinds_are_not_joined():
-    def laid(change) -> Attention:
+    def packed(change) -> Attention:
         module = Attention(bias=False)
         change(module)
         pack_linears(module)
-        assert not any(type(getattr(module, name)) is JoinedLinear for name in NAMES)
+        assert not any(type(getattr(module, name)) is FusedSlice for name in NAMES)
         assert_right(module)
         return module
 
@@ -342,9 +342,9 @@ def test_layers_of_different_kinds_are_not_joined():
     def set_hook(module):
         module.q_proj._hf_hook = object()
 
-    laid(set_bias)
-    assert type(laid(set_trained).q_proj) is PackedLinear
-    laid(set_hook)
+    packed(set_bias)
+    assert type(packed(set_trained).q_proj) is PackedLinear
+    packed(set_hook)
     nothing = torch.nn.Module()
     nothing.k_proj = torch.nn.Linear(4, 4).requires_grad_(False)
     pack_linears(nothing)
@@ -353,7 +353,7 @@ def test_layers_of_different_kinds_are_not_joined():
 
 def test_small_layers_are_not_joined(monkeypatch):
     for least, kind in [
-        (16 * 32, JoinedLinear),
+        (16 * 32, FusedSlice),
         (16 * 32 + 1, PackedLinear),
     ]:  # the smallest is of 16 x 32
         monkeypatch.setattr(linear, "LEAST_JOINED", least)
@@ -370,8 +370,8 @@ def test_a_model_has_joint_products_and_its_logits(arch):
     with torch.inference_mode():
         right = model(ids, use_cache=False).logits[0]
     target = StagedModel(model)
-    joined = [part for part in model.modules() if type(part) is JoinedLinear]
-    assert len(joined) >= 3 * len(target.layers)
+    fused = [part for part in model.modules() if type(part) is FusedSlice]
+    assert len(fused) >= 3 * len(target.layers)
     with torch.inference_mode():
         torch.testing.assert_close(model(ids, use_cache=False).logits[0], right, atol=1e-4, rtol=1e-4)
         cache = target.new_cache(16)

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from specbench.decoding.cpu.packed_linear import JoinedLinear, PackedLinear
+from specbench.decoding.cpu.packed_linear import FusedSlice, PackedLinear
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.cost import Experts, weight_bytes
@@ -144,7 +144,7 @@ def test_quantised_layers_are_left_as_they_are_and_counted_as_stored(quantise):
     check_staged(target)
     for layer in target.layers:
         assert type(layer.mlp.up_proj).__name__ == quantise(torch.nn.Linear(2, 2)).__class__.__name__
-        assert isinstance(layer.mlp.down_proj, PackedLinear | JoinedLinear), "the others are laid out"
+        assert isinstance(layer.mlp.down_proj, PackedLinear | FusedSlice), "the others are laid out"
     # Of 96 x 64 and 64 x 64 numbers each takes a byte instead of four; every row has a scale.
     saved = 3 * (96 * 64 + 64 * 64) - 4 * (96 + 64)
     assert target.pass_bytes() == plain.pass_bytes() - 5 * saved

@@ -19,12 +19,12 @@ from specbench.commands import audit as command
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import SamplingParams
+from specbench.engines.answer_files import Answered, read_answers
 from specbench.engines.audit import (
     EXACT,
     FAR,
     TIE,
     VIOLATION,
-    Answered,
     Arm,
     Referee,
     arms_of,
@@ -32,10 +32,9 @@ from specbench.engines.audit import (
     largest_rounding,
     likelihoods,
     multinomial_p,
-    read_answers,
     same_answers,
 )
-from specbench.measure.metrics.engine import SURPRISE
+from specbench.measure.metrics.engine import RARE, SURPRISE
 from specbench.measure.numeric_noise import ENGINE_NOISE
 from specbench.models import pairs
 from specbench.models.pairs import load_pair
@@ -296,6 +295,17 @@ def test_drawn_answers_are_as_likely_as_drawn_ones():
         name: p for arm in arms[:3] for _, _, p in first_tokens(Referee(pair, 0.8), arm) for name in arm.name
     }
     assert first["0"] > 1e-4 > first["1"]
+
+
+@pytest.mark.slow
+def test_a_token_that_is_hardly_ever_drawn_is_a_violation():
+    """Whatever all other tokens are."""
+    (arm,) = drawn_arms(pair := random_pair("llama"), drawn(pair, 20, 0.8))
+    assert abs(arm.surprise) < SURPRISE and arm.rare_p > RARE and not command._is_off(arm)
+    first, *others = arm.judged
+    wrong = replace(first, likely=replace(first.likely, rarest=[1e-12, *first.likely.rarest[:-1]]))
+    arm = replace(arm, judged=[wrong, *others])
+    assert arm.rare_p < RARE and command._is_off(arm) and command._facts_of(arm, True)["wrong"]
 
 
 def test_first_tokens_raise_no_more_false_alarms_than_their_p_says():

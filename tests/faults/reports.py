@@ -38,7 +38,7 @@ FAULTS = (
     Fault(
         "what a baseline has against itself explains no gain",
         "reports",
-        "specbench/report/remarks.py",
+        "specbench/report/verdicts.py",
         "margin = max(high, 1 / low)",
         "margin = 1.0",
         ("tests/report/test_tables_remarks.py",),

@@ -74,6 +74,9 @@ def test_a_stop_token_in_the_draft_is_no_rejection_of_what_follows():
     assert found["acceptance_by_position"] == [1.0, 1.0, 0.0, 0.0, 0.0]
     assert found["acceptance_by_position_conditional"] == [1.0, 1.0, 0.0, None, None]
     assert found["judged_by_position"] == [2, 2, 1, 0, 0]
+    assert found["accepted_per_verified"] == pytest.approx(
+        (2 + 3) / (2 * (5 + 1))
+    )  # no bonus token after the stop
 
 
 def test_acceptance_as_other_tools_count_it():

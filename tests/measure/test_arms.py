@@ -11,7 +11,7 @@ import torch
 from omegaconf import OmegaConf
 from transformers import GenerationConfig
 
-from specbench.config.spec import RunSpec
+from specbench.config.spec import BASELINE, HF, METHOD, SINGLE, RunSpec
 from specbench.data.question_files import Question
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Rounds, exhaust
@@ -19,17 +19,7 @@ from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import Request
 from specbench.decoding.trace import Generation
 from specbench.measure import arms, runner, warm_up
-from specbench.measure.arms import (
-    BASELINE,
-    HF,
-    METHOD,
-    SINGLE,
-    FastestOf,
-    Setup,
-    generate_arm,
-    hf_generate_arm,
-    usual_experts,
-)
+from specbench.measure.arms import FastestOf, Setup, generate_arm, hf_generate_arm, usual_experts
 from specbench.measure.protocol import Protocol
 from specbench.measure.runner import make_ready
 from tests.support.decoding import generate_with_transformers, random_pair

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from methods.ar import Autoregressive
-from specbench.config.spec import RunSpec
+from specbench.config.spec import BASELINE, HF, METHOD, SINGLE, RunSpec
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import SamplingParams, sample_inverse_cdf, truncate_at_stop
@@ -14,7 +14,7 @@ from specbench.decoding.state import Request
 from specbench.decoding.trace import Generation
 from specbench.measure import certify as certify_module
 from specbench.measure import numeric_noise
-from specbench.measure.arms import BASELINE, HF, METHOD, SINGLE, Setup
+from specbench.measure.arms import Setup
 from specbench.measure.certify import Certificate, Certifier, certify, worst
 from specbench.measure.numeric_noise import drawn_margin
 from specbench.measure.protocol import Protocol
@@ -149,6 +149,8 @@ def test_what_follows_a_tie_is_held_against_the_target(monkeypatch, temperature)
         assert verdict(wrong, first) == "violation"
     monkeypatch.setattr(certify_module, "drawn_margin", within(drawn_margin, first=0.0))
     assert verdict(answer.tokens[:-3], first) == "violation", "nothing has ended it"
+    monkeypatch.setattr(certify_module, "drawn_margin", within(drawn_margin, first=0.0))
+    assert verdict([*answer.tokens, 1], first) == "violation", "longer than it may be"
     if decoding.greedy:  # of a draw of the stop token nothing is known
         ends = (i for i in range(6, n) if answer.tokens[i] not in [*answer.tokens[:i], *first[:i]])
         if (end := next(ends, None)) is not None:

@@ -155,8 +155,9 @@ class TestPlantedFaults:
         text = eagle.findings(lambda drafter: Spoiled(drafter, states=torch.zeros_like))
         assert "shuffled control" in text
 
-    def test_a_drafter_of_which_nothing_is_accepted(self, eagle):
-        text = eagle.findings(lambda drafter: Spoiled(drafter, tokens=torch.zeros_like))
+    @pytest.mark.parametrize("method", ["eagle", "sps", "s2d"])
+    def test_a_drafter_of_which_nothing_is_accepted(self, method):
+        text = Case(method).findings(lambda drafter: Spoiled(drafter, tokens=torch.zeros_like))
         assert "nothing is accepted at place 1" in text and "shuffled control" not in text
 
     def test_a_shifted_position(self, eagle):

@@ -34,7 +34,7 @@ def asked() -> list[dict]:
 
 
 def test_thirds_are_in_the_order_of_the_questions():
-    found = learnt()["thirds"]
+    found = learnt()["drift"]
     # Every answer takes the method the same time, so that a speedup is the mean of both questions' own.
     assert found["first"]["questions"] == found["last"]["questions"] == 2
     assert found["first"]["speedup"] == pytest.approx(1.5) and found["last"]["speedup"] == pytest.approx(4)
@@ -52,16 +52,16 @@ def test_the_foot_of_the_table_says_both():
 @pytest.mark.parametrize("method", [LEARNT | {"memory": "answer"}, CONFIG["method"]])
 def test_where_nothing_is_learnt_there_are_none(method):
     found = of(method, asked())
-    assert found["thirds"] == {} and found["notes"] == []
+    assert found["drift"] == {} and found["notes"] == []
 
 
 def test_a_wrapped_drafter_may_learn():
     wrapping = {"_target_": "methods.samd.SAMDecoding", "name": "samd", "drafter": LEARNT}
-    assert of(wrapping, asked())["thirds"]["last"]["questions"] == 2
+    assert of(wrapping, asked())["drift"]["last"]["questions"] == 2
 
 
 def test_two_questions_have_no_thirds():
-    assert of(LEARNT, asked()[1:3])["thirds"] == {}
+    assert of(LEARNT, asked()[1:3])["drift"] == {}
 
 
 def test_batches_have_an_acceptance_length_alone():
@@ -72,5 +72,5 @@ def test_batches_have_an_acceptance_length_alone():
     }
     records = [r | {"pool": 0} for r in asked()[1:8]]
     found = metrics.summary(records, FACTS | {"unit": "pool"}, config)
-    assert found["thirds"]["last"]["speedup"] is None
-    assert found["thirds"]["last"]["acceptance_length"] == pytest.approx(4.5)
+    assert found["drift"]["last"]["speedup"] is None
+    assert found["drift"]["last"]["acceptance_length"] == pytest.approx(4.5)

@@ -15,7 +15,7 @@ from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.state import Request
 from specbench.measure.lean import leans
 from specbench.measure.metrics.engine import likelihoods
-from specbench.report import remarks
+from specbench.report import remarks, verdicts
 from tests.support.decoding import random_pair
 from tests.support.distribution import PROMPT, SHAPE
 from tests.support.drafters import ModelChain, ModelTree
@@ -80,5 +80,5 @@ def test_answers_that_lean_are_violations():
 
     assert summary(3.0)["likelihood"]["method"]["lean"] == 1.5
     assert summary(3.0)["likelihood"]["baseline"]["lean"] is None
-    assert remarks.improbable(summary(7.9)) == [] and remarks.improbable(summary(-8.1)) == ["method"]
+    assert verdicts.improbable(summary(7.9)) == [] and verdicts.improbable(summary(-8.1)) == ["method"]
     assert "+1.5 towards its drafts" in remarks.likelihood_line(summary(3.0))

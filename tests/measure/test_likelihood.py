@@ -12,8 +12,16 @@ import torch
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import Request
 from specbench.measure import certify
-from specbench.measure.likelihood import BLOCK, likelihood, of_logits
-from specbench.measure.metrics.engine import SURPRISE, errors_of, likelihoods, standard_errors
+from specbench.measure.likelihood import BLOCK, RAREST, likelihood, of_logits
+from specbench.measure.metrics.engine import (
+    RARE,
+    SURPRISE,
+    errors_of,
+    is_off,
+    likelihoods,
+    rare_p,
+    standard_errors,
+)
 from tests.support.decoding import random_pair
 from tests.support.synthetic import answered
 
@@ -74,6 +82,48 @@ def test_half_precision_is_judged_within_the_noise_of_the_run(monkeypatch, dtype
     assert given == [noise]
 
 
+@pytest.mark.parametrize("temperature", [0.3, 1.0])
+@pytest.mark.parametrize("noise", [0.0, 0.3])
+def test_tokens_that_are_hardly_ever_drawn_are_found_among_many(temperature, noise):
+    """One of a thousand, or two of four thousand: the sum of all tokens moves by less than four standard errors."""
+    g = torch.Generator().manual_seed(3)
+    exact = 4 * torch.randn(PLACES, VOCAB, generator=g)
+    logits = exact + noise / 12 * torch.randn(exact.shape, generator=g)
+    for place in (7, 9):
+        exact[place, 5] = logits[place, 5] = logits[place].max() - 30.0  # e^-30 at temperature 1
+    for seed in range(20):
+        tokens = drawn(logits, temperature, seed)
+        pieces = [slice(0, 100), slice(100, PLACES)]
+        honest, *parts = (
+            asdict(of_logits(exact[s], tokens[s], temperature, noise)) for s in (slice(None), *pieces)
+        )
+        assert rare_p([honest]) > RARE and rare_p(parts) == pytest.approx(rare_p([honest]))
+        if seed:
+            continue
+        tokens[7] = 5
+        few, many = (asdict(of_logits(exact[:n], tokens[:n], temperature, noise)) for n in (1000, PLACES))
+        assert rare_p([few]) < RARE < rare_p([many]), "that often a random number is exactly 0"
+        assert temperature < 1 or abs(errors_of([few])) < SURPRISE
+        tokens[9] = 5
+        wrong = asdict(of_logits(exact, tokens, temperature, noise))
+        assert rare_p([wrong]) < RARE and is_off(0.0, rare_p([wrong])) and not is_off(0.0, rare_p([honest]))
+        assert temperature < 1 or abs(errors_of([wrong])) < SURPRISE
+
+
+def test_the_least_likely_tokens_are_few_and_their_chances_those_of_a_draw():
+    """Of 400 answers of one token each, the p values are as they should be: not often small."""
+    logits = torch.randn(400 * 50, VOCAB, generator=torch.Generator().manual_seed(1))
+    tokens = drawn(logits, 1.0)
+    p_values = []
+    for i in range(400):
+        part = slice(50 * i, 50 * (i + 1))
+        one = of_logits(logits[part], tokens[part], 1.0)
+        assert len(one.rarest) == RAREST and one.rarest == sorted(one.rarest) and one.rarest[0] > 0
+        p_values.append(rare_p([asdict(one)]))
+    assert sum(p < 0.05 for p in p_values) <= 30  # 20 at most are expected
+    assert rare_p([{"tokens": 0, "rarest": []}]) == 1.0
+
+
 def test_nothing_blurs_without_noise():
     logits = torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(1))
     one = of_logits(logits, [1, 2, 3, 4, 5], 0.7)
@@ -117,6 +167,7 @@ def test_a_run_sums_over_its_answers():
     assert numbers["method"] == {
         "logprob": -0.5,
         "standard_errors": pytest.approx(-8.0 * count / (4.0 * count) ** 0.5),
+        "rare_p": None,
         "lean": None,
     }
     assert numbers["baseline"]["standard_errors"] == pytest.approx(count / (4.0 * count) ** 0.5)

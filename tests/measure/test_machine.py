@@ -1,7 +1,8 @@
 import pytest
 
 from specbench.measure.metrics.machine import machine
-from tests.support.synthetic import passes
+from specbench.measure.records.migrate import migrated
+from tests.support.synthetic import passes, record, turn
 
 GPU = ("gpu_mhz", "gpu_watts", "gpu_celsius")
 
@@ -9,8 +10,8 @@ GPU = ("gpu_mhz", "gpu_watts", "gpu_celsius")
 def test_what_was_seen_of_the_machine():
     """Of the turns, by the seconds that each took at first; a pool's questions share what was counted."""
     records = passes(1, questions=3)
-    calm = {"goes": 1, "disturbed_share": 0.0, "still_disturbed_share": 0.0}
-    busy = {"goes": 2, "disturbed_share": 0.6, "still_disturbed_share": 0.1}
+    calm = {"attempts": 1, "disturbed_share": 0.0, "still_disturbed_share": 0.0}
+    busy = {"attempts": 2, "disturbed_share": 0.6, "still_disturbed_share": 0.1}
     counters = {"seconds": 10.0, "waited": 1.0, "others": 5.0, "switches": 40, "disturbed": 3.0}
     records[0]["turns"][0]["machine"] = calm | {"counters": counters}
     for one in records[1:]:
@@ -48,3 +49,12 @@ def test_what_was_seen_of_the_machine():
         60,
         60,
     ]
+
+
+def test_attempts_of_older_folders_are_counted():
+    """Which called them goes."""
+    watched = {"goes": 2, "disturbed_share": 0.6, "still_disturbed_share": 0.1}
+    (new,) = migrated([record(turns=[turn() | {"machine": watched}])])
+    assert new["turns"][0]["machine"]["attempts"] == 2
+    (same,) = migrated([new])
+    assert same["turns"][0]["machine"]["attempts"] == 2

@@ -345,7 +345,7 @@ def test_records_are_made_into_tables_once(monkeypatch, unit):
     records = [answered(i, "qa" if i % 2 else "rag") for i in range(6)]
     learns = CONFIG | {"method": CONFIG["method"] | {"memory": "run"}}
     found = metrics.summary(records, FACTS | {"unit": unit}, learns)
-    assert len(found["tasks"]) == 2 and (unit == "pool" or found["thirds"])
+    assert len(found["tasks"]) == 2 and (unit == "pool" or found["drift"])
     assert len(made) == 2, "answers and rounds"
 
 

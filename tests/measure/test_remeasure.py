@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from methods.pld import PromptLookup
-from specbench.config.spec import QUESTION, RunSpec
+from specbench.config.spec import METHOD, QUESTION, RunSpec
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import Request
 from specbench.decoding.trace import Generation, Step
 from specbench.measure import conductor
-from specbench.measure.arms import METHOD, Setup
+from specbench.measure.arms import Setup
 from specbench.measure.conductor import Conductor
 from specbench.measure.machine.watch import Watch
 from specbench.measure.remeasure import CAPTURED, STRETCH, Attempt, Slice, least_disturbed
@@ -162,7 +162,7 @@ def test_an_answer_whose_times_are_not_taken_is_judged_as_well(monkeypatch):
     bench.setup.arms[METHOD] = wrong_at_last
     [record] = bench.measure(bench.protocol.warmup[:1], 0)
     turn = record["turns"][0]
-    assert turn["machine"]["goes"] == 2
+    assert turn["machine"]["attempts"] == 2
     first, reference = (turn["arms"][name][0]["tokens"] for name in (METHOD, "baseline"))
     assert first == reference and turn["equivalence"]["verdict"] == "violation"
 
@@ -182,7 +182,7 @@ def test_times_are_those_of_the_attempt_that_nobody_disturbed(monkeypatch):
     busy, quiet = attempt(dict.fromkeys(range(5), True), 10.0), attempt({}, 1.0)
     measured = conductor_of(monkeypatch, [busy, quiet]).measure({"method": []})
     assert measured.answers["method"][0].seconds == pytest.approx(quiet.answers["method"][0].seconds)
-    assert measured.attempts == [busy, quiet] and measured.machine["goes"] == 2
+    assert measured.attempts == [busy, quiet] and measured.machine["attempts"] == 2
     assert measured.machine["disturbed_share"] != 0 == (measured.machine["still_disturbed_share"] or 0)
 
 
@@ -200,7 +200,7 @@ def test_answers_that_capture_a_pass_are_measured_again_and_the_machine_is_not_h
         conductor_.measure({METHOD: [Request(prompt, SamplingParams(12))]}).machine for _ in range(2)
     )
     assert sum(graphs.captures for graphs in made) > 1
-    assert first["goes"] == 2 and second["goes"] == 1
+    assert first["attempts"] == 2 and second["attempts"] == 1
     assert first["disturbed_share"] == 0, "others are not to blame"
 
 
@@ -220,11 +220,11 @@ def test_an_attempt_that_captured_a_pass_is_not_the_one_that_counts():
 def test_what_is_hardly_disturbed_is_not_measured_again(monkeypatch, slow, times):
     """And what stays disturbed no more often than is asked for."""
     measured = conductor_of(monkeypatch, [attempt(slow, 2.0)] * 4).measure({"method": []})
-    assert measured.machine["goes"] == times
+    assert measured.machine["attempts"] == times
 
 
 def test_on_a_hopeless_machine_nothing_is_measured_again(monkeypatch):
     busy = attempt(dict.fromkeys(range(5), True), 2.0)
     conductor_ = conductor_of(monkeypatch, [busy] * 99)
-    goes = [conductor_.measure({"method": []}).machine["goes"] for _ in range(12)]
+    goes = [conductor_.measure({"method": []}).machine["attempts"] for _ in range(12)]
     assert goes[0] == 3 and goes[-1] == 1

@@ -8,14 +8,14 @@ from types import SimpleNamespace
 import pytest
 from omegaconf import OmegaConf
 
-from specbench.config.spec import RunSpec
+from specbench.config.spec import BASELINE, METHOD, RunSpec
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Rounds
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import Request
 from specbench.decoding.trace import Generation, Step
 from specbench.measure import round_costs, warm_up
-from specbench.measure.arms import BASELINE, METHOD, Setup
+from specbench.measure.arms import Setup
 from specbench.measure.draft_length import Constant, Goodput, VariableLength
 from specbench.measure.protocol import Protocol
 from specbench.measure.round_costs import LEAST_ROUNDS, set_round_costs

@@ -24,7 +24,7 @@ from specbench.measure import certify, conductor, runner
 from specbench.measure.bench import Bench
 from specbench.measure.interleave import Interleaver
 from specbench.measure.machine import speed
-from specbench.measure.machine.provenance import cpu_model
+from specbench.measure.machine.hardware import cpu_model
 from specbench.measure.machine.watch import Watch
 from specbench.measure.metrics.engine import SURPRISE
 from specbench.measure.protocol import Protocol

@@ -24,7 +24,7 @@ from specbench.decoding.trace import Clock
 from specbench.measure import runner
 from specbench.measure.bench import Bench, attempt
 from specbench.measure.records import run_folder as store
-from specbench.report import remarks
+from specbench.report import verdicts
 from specbench.system.errors import JobError
 from specbench.system.files import read_json, write_json
 from tests.support import commands
@@ -112,7 +112,7 @@ def test_a_lossy_rule_is_found(workplace, tmp_path):
     _, lossy, _ = measured(workplace, "sps", tmp_path / "lossy", *settings, "decoding.verification=typical")
     assert exact["equivalence"]["violation"] == 0 and lossy["equivalence"]["violation"] > 0
     assert lossy["overall"]["acceptance_length"] > exact["overall"]["acceptance_length"]
-    assert any(line.startswith("LOSSY") for line in remarks.faults(lossy))
+    assert any(line.startswith("LOSSY") for line in verdicts.faults(lossy))
 
 
 def test_tokens_after_the_stop_token_are_a_violation(workplace, tmp_path, monkeypatch):

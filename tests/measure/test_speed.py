@@ -69,7 +69,7 @@ def test_figures_are_rates_of_the_fastest_stretch(monkeypatch):
 
 def test_the_buffer_is_larger_than_the_caches_within_bounds(monkeypatch):
     for cache, expected in ((2**20, speed.LEAST_BYTES), (2**27, 2**28), (2**31, speed.MOST_BYTES)):
-        monkeypatch.setattr(speed.provenance, "last_level_cache_bytes", lambda cache=cache: cache)
+        monkeypatch.setattr(speed.bandwidth, "last_level_cache_bytes", lambda cache=cache: cache)
         assert speed._buffer_bytes("cpu") == expected
 
 

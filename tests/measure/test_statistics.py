@@ -12,6 +12,7 @@ from specbench.measure.metrics.statistics import (
     ratio_of_means,
     speedup,
     verdict,
+    widened,
 )
 
 pairs = st.integers(LEAST_QUESTIONS, 12).flatmap(
@@ -208,3 +209,26 @@ def test_an_interval_over_passes_takes_two():
     assert found.value == pytest.approx(6 / 4.1) and found.low < found.value < found.high
     assert over_passes([3.0, 6.0], [2.0, 4.0]) == Speedup(1.5, 1.5, 1.5)
     assert Speedup(1.5, 1.25, 2.0).width == 0.75
+
+
+def test_a_widened_interval_is_that_of_its_level():
+    """Ten of six questions each: Student's t of five degrees at 5 % / 10, not a normal distribution's ratio."""
+    rng = np.random.default_rng(0)
+    reference, method = rng.lognormal(0, 0.1, 6), rng.lognormal(0, 0.1, 6)
+    measured = speedup(reference, method)
+    assert measured.freedom == pytest.approx(5)
+    wide = widened(measured, 10)
+    share = np.log(wide.high / wide.value) / np.log(measured.high / measured.value)
+    assert share == pytest.approx(stats.t.isf(0.0025, 5) / stats.t.isf(0.025, 5))
+    assert wide.low == pytest.approx(wide.value**2 / wide.high) and widened(measured, 1) == measured
+    none = Speedup(1.2, None, None)
+    assert widened(none, 10) is none
+    assert 1.05 < widened(Speedup(1.2, 1.1, 1.3), 10).low < 1.07  # of many degrees of freedom
+
+
+def test_the_freedom_of_two_parts_lies_between_theirs():
+    rng = np.random.default_rng(1)
+    columns = [rng.lognormal(0, 0.1, 20), rng.lognormal(0, 0.1, 20)]
+    processes = [[part[:10], part[10:]] for part in columns]
+    joined = speedup(*columns, processes=[[a[i] for a in processes] for i in range(2)])
+    assert 1 <= joined.freedom < 20 and joined.width > speedup(*columns).width

@@ -10,7 +10,7 @@ import torch
 from specbench.measure import numeric_noise
 from specbench.measure.metrics.metrics import ties
 from specbench.measure.numeric_noise import shape_changes, shape_noise, tie_chance
-from specbench.report import remarks
+from specbench.report import verdicts
 from tests.support.samples import SUMMARY, changed
 
 
@@ -36,7 +36,7 @@ def test_changes_are_those_of_which_the_noise_is_the_largest(monkeypatch):
     monkeypatch.setattr(numeric_noise, "begin", lambda *_: None)
     monkeypatch.setattr(numeric_noise, "model_change", lambda *_: (1.0, 0.0))
     target, samples = SimpleNamespace(width=None), [([1, 3], [5, 6, 7])]
-    changes = shape_changes(target, samples, widest=12)
+    changes = shape_changes(target, samples, widest=12).values
     assert sorted(changes.tolist()) == pytest.approx(sorted([0.02, 0.04, 0.06, 0.08, 0.12] * 3), abs=1e-6)
     assert (
         shape_noise(target, samples, widest=12)
@@ -59,9 +59,9 @@ def test_ties_are_counted_beside_what_is_expected():
 def test_too_many_ties_are_a_violation():
     few = changed(SUMMARY, ties={"count": 3, "expected": 2.1, "p_value": 0.35})
     many = changed(SUMMARY, ties={"count": 16, "expected": 3.2, "p_value": 3e-7})
-    assert not remarks.violates(few) and remarks.faults(few) == []
-    assert remarks.violates(many) and remarks.faults(many)[0].startswith(
+    assert not verdicts.violates(few) and verdicts.faults(few) == []
+    assert verdicts.violates(many) and verdicts.faults(many)[0].startswith(
         "VIOLATION: 16 ties, where rounding explains 3.2"
     )
-    assert remarks.ties_line(few) == "3 ties, where rounding explains 2.1"
-    assert remarks.ties_line(SUMMARY) == ""
+    assert verdicts.ties_line(few) == "3 ties, where rounding explains 2.1"
+    assert verdicts.ties_line(SUMMARY) == ""

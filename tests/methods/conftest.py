@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from accelerate.state import AcceleratorState
 
-from methods.common import training
+from methods.common import initialisation
 from tests.support.decoding import random_pair
 from tests.support.methods import saved_adapter
 from tests.support.training import training_workplace
@@ -38,4 +38,4 @@ def fresh_accelerator() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _small_fits(monkeypatch):
     """A fit of a fresh part by least squares needs few places where the vocabulary is a toy's."""
-    monkeypatch.setattr(training, "FITTED_PLACES", 2000)
+    monkeypatch.setattr(initialisation, "FITTED_PLACES", 2000)

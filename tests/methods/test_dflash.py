@@ -12,19 +12,12 @@ from methods.common.heads import DraftHead, target_ids
 from methods.dflash import DDTree, DFlash, DFlash2, DSpark
 from methods.dflash.checkpoint import save_blocks
 from methods.dflash.drafter import all_see_all
-from methods.eqspec import EqSpec
-from methods.exspec import ExSpec
-from methods.oracle import Oracle
-from methods.ragged import RaggedBatch
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
-from specbench.models.expansion import Expansion, expand_model
-from tests.support import batches
 from tests.support.blocks import (
     BLOCK,
     KINDS,
-    PROMPT,
     drafter_of,
     drafting_model,
     filled_by_hand,
@@ -32,7 +25,7 @@ from tests.support.blocks import (
     saved,
     trained_model,
 )
-from tests.support.decoding import random_pair
+from tests.support.decoding import PROMPT, random_pair
 from tests.support.distribution import SHAPE, p_value_alone
 from tests.support.lossless import (
     assert_lossless,
@@ -41,7 +34,14 @@ from tests.support.lossless import (
     cases,
     sampled_requests,
 )
+from tests.support.methods import (
+    WIDE,
+    assert_an_oracle_proposes_in_place_of,
+    assert_drafts_the_same,
+    expanded_pair,
+)
 from tests.support.models import EVERY_ARCHITECTURE
+from tests.support.schedulers import EVERY_SCHEDULER, assert_lossless_with
 
 
 @pytest.mark.first_fast
@@ -245,23 +245,15 @@ def test_lossless_on_one_architecture(kind, tmp_path):
 @pytest.mark.parametrize("kind", [DFlash, DSpark, DFlash2])
 def test_an_oracle_proposes_its_tokens_in_place_of_these(kind, tmp_path):
     """Token by token, though all places are guessed at once."""
-    pair, folder = random_pair("llama"), saved("llama", kind, tmp_path)
-    config = {"_target_": f"methods.dflash.{kind.__name__}", "name": "block", "weights": folder}
-    drafter = Oracle(pair, config, [1.0, 1.0, 0.0], cost_of="block", max_draft_tokens=4)
-    prompt, cap, _, answer = cases("llama")[6]
-    drafter.set_reference_answers([prompt], [answer])
-    said = Engine(StagedModel(pair.target), drafter, frozenset()).answer(prompt, SamplingParams(cap))
-    assert said.tokens == answer and {s.accepted for s in said.steps if s.drafted > 2} == {2}
+    folder = saved("llama", kind, tmp_path)
+    assert_an_oracle_proposes_in_place_of(f"methods.dflash.{kind.__name__}", folder)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("scheduler", [RaggedBatch, EqSpec, lambda size: ExSpec(size, window=7)])
+@EVERY_SCHEDULER
 def test_lossless_in_batches(scheduler, kind, tmp_path):
-    requests, expected = batches.cases("qwen2")
-    drafter = drafter_of(kind, "qwen2", tmp_path)
-    engine = Engine(StagedModel(random_pair("qwen2").target), drafter, frozenset(), scheduler(4))
-    assert any(s.accepted for s in batches.assert_lossless(engine, requests, expected))
+    assert_lossless_with(scheduler, "qwen2", drafter_of(kind, "qwen2", tmp_path))
 
 
 @pytest.mark.slow
@@ -348,27 +340,6 @@ def test_a_draft_reads_its_model_once_and_keys_and_values_twice(tmp_path):
 @pytest.mark.parametrize("kind", [DFlash, DSpark])
 def test_the_drafter_of_an_expanded_target_drafts_the_same(kind, tmp_path):
     pair, folder = random_pair("llama"), saved("llama", kind, tmp_path)
-    shape = {
-        "model_type": "llama",
-        "hidden_size": 96,
-        "intermediate_size": 128,
-        "num_hidden_layers": 10,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 24,
-        "vocab_size": 120,
-    }
-    expansion = Expansion(pair.target.config.to_dict(), shape, "x")
-    target = expand_model(pair.target, expansion, torch.device("cpu"), torch.float32)
-    wide = type(pair)(**(vars(pair) | {"target": target, "expansion": expansion}))
-    drafted = []
-    for which in (pair, wide):
-        drafter = kind(which, folder)
-        draft_of = drafter.draft
-        drafter.draft = lambda batch, draft_of=draft_of: drafted.append(made := draft_of(batch)) or made
-        prompt, cap, *_ = cases("llama")[4]
-        Engine(StagedModel(which.target), drafter, frozenset()).answer(prompt, SamplingParams(cap))
-    half = len(drafted) // 2
-    assert half > 2 and len(drafted) == 2 * half
-    for one, two in zip(drafted[:half], drafted[half:]):
-        assert torch.equal(one.tokens, two.tokens)
+    wide = expanded_pair(pair, WIDE | {"vocab_size": 120})
+    prompt, cap, *_ = cases("llama")[4]
+    assert_drafts_the_same(lambda which: kind(which, folder), pair, wide, prompt, cap)

@@ -16,8 +16,8 @@ from methods.dflash.train import BlockDistillation
 from specbench.data.training import RECORD
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.system.errors import UserError
-from tests.support.blocks import BLOCK, HEADS, PROMPT, drafting_model, filled_by_hand, filled_by_transformers
-from tests.support.decoding import random_pair
+from tests.support.blocks import BLOCK, HEADS, drafting_model, filled_by_hand, filled_by_transformers
+from tests.support.decoding import PROMPT, random_pair
 from tests.support.gradients import (
     assert_learns_from_a_sample,
     assert_same_gradients,

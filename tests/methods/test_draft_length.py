@@ -28,12 +28,11 @@ from specbench.report.replay import rounds_of
 from specbench.system.errors import UserError
 from tests.support import batches
 from tests.support.conf import composed
-from tests.support.decoding import random_pair
+from tests.support.decoding import PROMPT, random_pair
 from tests.support.distribution import SHAPE, p_value_alone
 from tests.support.lossless import assert_lossless, cases
 from tests.support.methods import saved_eagle
 
-PROMPT = [3, 9, 27, 11, 33, 29, 17]
 COSTS = [1.0, 1.3, 1.5, 1.7, 2.6]
 
 

@@ -17,8 +17,6 @@ from methods.eagle.chain import chained
 from methods.eagle.checkpoint import load_eagle, save_eagle
 from methods.eagle.drafter import EAGLE_TREE
 from methods.eagle.model import EagleModel
-from methods.eqspec import EqSpec
-from methods.exspec import ExSpec
 from methods.ragged import RaggedBatch
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import CACHE_STEP, Engine
@@ -26,18 +24,24 @@ from specbench.decoding.kv_cache import ForwardContext
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import Request
-from specbench.models.expansion import Expansion, expand_model
 from specbench.system.errors import UserError
 from tests.support import batches
 from tests.support.checkpoints import RunsCode, spoil
-from tests.support.decoding import random_pair
+from tests.support.decoding import PROMPT, random_pair
 from tests.support.eagle import by_chain, outputs, pairs_of
 from tests.support.lossless import assert_lossless, assert_samples_like_plain_decoding
-from tests.support.methods import fitted_eagle, saved_eagle, trimmed
+from tests.support.methods import (
+    WIDE,
+    assert_drafts_the_same,
+    expanded_pair,
+    fitted_eagle,
+    saved_eagle,
+    trimmed,
+)
 from tests.support.models import EVERY_ARCHITECTURE, random_model
+from tests.support.schedulers import EVERY_SCHEDULER, assert_lossless_with
 
 CPU = torch.device("cpu")
-PROMPT = [3, 9, 27, 11, 33, 29, 17]
 TREE = [[0], [1], [0, 0], [2], [0, 1], [1, 0], [0, 0, 0], [1, 0, 0], [0, 0, 0, 0]]
 MAKE = {
     "eagle": lambda pair, folder: Eagle(pair, folder),
@@ -131,7 +135,7 @@ def test_a_node_is_drafted_as_the_end_of_a_chain(make, folder):
 @pytest.mark.one_in(3)
 @pytest.mark.first_fast
 @METHOD
-@pytest.mark.parametrize("scheduler", [RaggedBatch, EqSpec, lambda size: ExSpec(size, window=5)])
+@EVERY_SCHEDULER
 def test_the_cache_holds_what_the_true_pairs_leave_there(make, scheduler, folder):
     """After every round, in every slot: nothing of a draft stays, and every state is the target's own."""
     pair = random_pair("llama")
@@ -328,37 +332,16 @@ def twin_of(model: EagleModel) -> EagleModel:
 def test_the_drafter_of_an_expanded_target(vocab, folder):
     """It drafts the same, and none of the tokens that were added."""
     pair = random_pair("llama")
-    shape = {
-        "model_type": "llama",
-        "hidden_size": 96,
-        "intermediate_size": 128,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 24,
-        "vocab_size": vocab,
-    }
-    expansion = Expansion(pair.target.config.to_dict(), shape, "x")
-    target = expand_model(pair.target, expansion, CPU, torch.float32)
-    new, _ = load_eagle(folder, StagedModel(target), expansion)
+    wide = expanded_pair(pair, WIDE | {"num_hidden_layers": 8, "vocab_size": vocab})
+    new, _ = load_eagle(folder, StagedModel(wide.target), wide.expansion)
     assert new.fc.weight.shape == (96, 192)
-    wide = type(pair)(**(vars(pair) | {"target": target, "expansion": expansion}))
     own = chained(fitted_eagle("llama"), *pairs_of(pair, PROMPT), 3)
     for one, two in zip(own, chained(new, *pairs_of(wide, PROMPT), 3), strict=True):
         torch.testing.assert_close(two[..., :64], one, atol=1e-4, rtol=1e-3)
-        logits = target.lm_head(two)
+        logits = wide.target.lm_head(two)
         torch.testing.assert_close(logits[..., :61], pair.target.lm_head(one), atol=1e-3, rtol=1e-3)
         assert (logits[..., 61:] < -100).all()
-    drafted = []
-    for which in (pair, wide):
-        drafter = Eagle2(which, folder, 9, 3, 4)
-        draft = drafter.draft
-        drafter.draft = lambda batch, draft=draft: drafted.append(made := draft(batch)) or made
-        Engine(StagedModel(which.target), drafter, frozenset()).answer(PROMPT, SamplingParams(12))
-    half = len(drafted) // 2
-    assert half > 1 and len(drafted) == 2 * half
-    for one, two in zip(drafted[:half], drafted[half:]):
-        assert torch.equal(one.tokens, two.tokens) and torch.equal(one.tree.parents, two.tree.parents)
+    assert_drafts_the_same(lambda which: Eagle2(which, folder, 9, 3, 4), pair, wide, PROMPT, 20)
 
 
 # -- losslessness
@@ -379,14 +362,9 @@ def test_lossless(arch, make, tmp_path):
 @pytest.mark.one_in(5)
 @METHOD
 @pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
-@pytest.mark.parametrize("scheduler", [RaggedBatch, EqSpec, lambda size: ExSpec(size, window=7)])
+@EVERY_SCHEDULER
 def test_lossless_in_batches(scheduler, arch, make, tmp_path):
-    requests, expected = batches.cases(arch)
-    pair = random_pair(arch)
-    engine = Engine(
-        StagedModel(pair.target), make(pair, saved_eagle(arch, tmp_path)), frozenset(), scheduler(4)
-    )
-    assert any(s.accepted for s in batches.assert_lossless(engine, requests, expected))
+    assert_lossless_with(scheduler, arch, make(random_pair(arch), saved_eagle(arch, tmp_path)))
 
 
 @pytest.mark.one_in(3)

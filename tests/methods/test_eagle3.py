@@ -15,27 +15,24 @@ from methods.eagle3 import Eagle3
 from methods.eagle3.checkpoint import load_eagle3, save_eagle3
 from methods.eagle3.model import Eagle3Config, Eagle3Model, default_taps
 from methods.eagle3.train import TrainingTimeTest, _has_biases, frequent_ids, fresh_model
-from methods.eqspec import EqSpec
-from methods.exspec import ExSpec
-from methods.ragged import RaggedBatch
 from specbench.decoding.engine import Engine
 from specbench.decoding.kv_cache import ForwardContext
 from specbench.decoding.model.layer_stack import attention_mask, rope_of
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
-from specbench.models.expansion import Expansion, expand_model
 from specbench.models.expansion import wide as wide_shape
 from specbench.system.errors import UserError
-from tests.support import batches
-from tests.support.decoding import random_pair
+from tests.support.decoding import PROMPT, random_pair
 from tests.support.lossless import (
     assert_lossless,
     assert_samples_like_plain_decoding,
     cases,
     sampled_requests,
 )
-from tests.support.methods import randomise, teach
+from tests.support.methods import WIDE, assert_drafts_the_same, expanded_pair, norm, randomise, taught
 from tests.support.models import EVERY_ARCHITECTURE
+from tests.support.schedulers import EVERY_SCHEDULER, assert_lossless_with
+from tests.support.training import batch_of
 
 VARIANTS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
@@ -55,20 +52,14 @@ def drafting_model(pair, **flags) -> Eagle3Model:
 @cache
 @torch.inference_mode(False)
 def trained_model(arch: str) -> Eagle3Model:
-    """One that learnt the answers of the tests of losslessness, so that it is right now and then."""
     pair = random_pair(arch)
     model = drafting_model(pair)
-    teach(TrainingTimeTest(model, StagedModel(pair.target), 3), model, arch, 20)
-    return model.requires_grad_(False)
+    return taught(TrainingTimeTest(model, pair.staged, 3), model, arch, 20)
 
 
 def saved(pair, folder) -> str:
     save_eagle3(trained_model(pair.name), folder, torch.float32)
     return str(folder)
-
-
-def batch_of(ids: list[list[int]], said: list[list[float]]) -> dict[str, torch.Tensor]:
-    return {"input_ids": torch.tensor(ids), "loss_weight": torch.tensor(said)}
 
 
 # -- the model
@@ -82,10 +73,6 @@ def test_taps_of_the_authors():
         assert 0 < taps[0] < taps[1] < taps[2] < layers
     with pytest.raises(UserError, match="3 layers"):
         default_taps(3)
-
-
-def norm(states: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    return weight * states / (states.pow(2).mean(-1, keepdim=True) + eps).sqrt()
 
 
 @pytest.mark.parametrize("flag", [None, *VARIANTS])
@@ -350,13 +337,10 @@ def test_lossless(arch, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheduler", [RaggedBatch, EqSpec, lambda size: ExSpec(size, window=7)])
+@EVERY_SCHEDULER
 def test_lossless_in_batches(scheduler, tmp_path):
-    requests, expected = batches.cases("qwen2")
     pair = random_pair("qwen2")
-    drafter = Eagle3(pair, saved(pair, tmp_path), 12, 4, 4)
-    engine = Engine(StagedModel(pair.target), drafter, frozenset(), scheduler(4))
-    assert any(s.accepted for s in batches.assert_lossless(engine, requests, expected))
+    assert_lossless_with(scheduler, "qwen2", Eagle3(pair, saved(pair, tmp_path), 12, 4, 4))
 
 
 @pytest.mark.slow
@@ -371,31 +355,10 @@ def test_sampled_text_is_that_of_autoregressive_decoding(tmp_path):
 def test_the_drafter_of_an_expanded_target(vocab, tmp_path):
     """It drafts the same."""
     pair = random_pair("llama")
-    shape = {
-        "model_type": "llama",
-        "hidden_size": 96,
-        "intermediate_size": 128,
-        "num_hidden_layers": 10,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 24,
-        "vocab_size": vocab,
-    }
-    expansion = Expansion(pair.target.config.to_dict(), shape, "x")
-    target = expand_model(pair.target, expansion, torch.device("cpu"), torch.float32)
-    wide = type(pair)(**(vars(pair) | {"target": target, "expansion": expansion}))
-    folder, drafted = saved(pair, tmp_path), []
-    for which in (pair, wide):
-        drafter = Eagle3(which, folder, 9, 3, 3)
-        draft = drafter.draft
-        drafter.draft = lambda batch, draft=draft: drafted.append(made := draft(batch)) or made
-        prompt, cap, *_ = cases("llama")[6]
-        Engine(StagedModel(which.target), drafter, frozenset()).answer(prompt, SamplingParams(cap))
+    wide, folder = expanded_pair(pair, WIDE | {"vocab_size": vocab}), saved(pair, tmp_path)
+    prompt, cap, *_ = cases("llama")[6]
+    drafter = assert_drafts_the_same(lambda which: Eagle3(which, folder, 9, 3, 3), pair, wide, prompt, cap)
     assert drafter.taps == (2, 4, 6) and drafter.model.fc.weight.shape == (96, 288)
-    half = len(drafted) // 2
-    assert half > 2
-    for one, two in zip(drafted[:half], drafted[half:]):
-        assert torch.equal(one.tokens, two.tokens) and torch.equal(one.tree.parents, two.tree.parents)
 
 
 @pytest.mark.parametrize(("flag", "tied"), [(flag, flag == "fc_norm") for flag in VARIANTS])
@@ -405,12 +368,11 @@ def test_an_expanded_model_gives_the_same_logits(flag, tied, tmp_path):
     model = drafting_model(pair, **{flag: True})
     save_eagle3(model, tmp_path, torch.float32)
     shape = wide_shape(pair.target.config.to_dict(), 256) | {"tie_word_embeddings": tied}
-    expansion = Expansion(pair.target.config.to_dict(), shape, "x")
-    target = expand_model(pair.target, expansion, torch.device("cpu"), torch.float32)
-    new = load_eagle3(tmp_path, StagedModel(target), expansion)
-    ids = torch.tensor([[3, 9, 27, 11, 33, 29, 17]])
+    wide = expanded_pair(pair, shape)
+    new = load_eagle3(tmp_path, StagedModel(wide.target), wide.expansion)
+    ids = torch.tensor([PROMPT])
     logits = []
-    for one, body in ((model, pair.target), (new, target)):
+    for one, body in ((model, pair.target), (new, wide.target)):
         found = body(ids, use_cache=False, output_hidden_states=True)
         states = {tap: found.hidden_states[tap][:, :-1] for tap in one.taps}
         outputs = chained(one, one.features(states), body.model.embed_tokens(ids[:, 1:]), 3)

@@ -16,11 +16,7 @@ from tests.support.decoding import random_pair
 from tests.support.eagle import by_chain, outputs, pairs_of
 from tests.support.methods import fitted_eagle, true_states
 from tests.support.models import EVERY_ARCHITECTURE
-
-
-def batch_of(ids: list[list[int]], said: list[list[float]]) -> dict[str, torch.Tensor]:
-    return {"input_ids": torch.tensor(ids), "loss_weight": torch.tensor(said, dtype=torch.float32)}
-
+from tests.support.training import batch_of
 
 IDS = [[5, 9, 20, 11, 4, 30, 8, 2, 14, 40]]
 

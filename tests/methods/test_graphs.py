@@ -37,7 +37,7 @@ from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import Batch, Request
 from tests.support.decoding import random_pair, random_prompt
-from tests.support.graphs import PretendedRunner, Unguarded, pretend, replays_by_round
+from tests.support.graphs import PretendedRunner, Unguarded, pretend, replays_by_round, what_was_drafted
 from tests.support.methods import drafts, saved_eagle, sorted_pair, trimmed
 
 NEW_TOKENS = 20
@@ -65,11 +65,6 @@ SCHEDULERS = {
     "exspec": lambda: ExSpec(3, window=6, slack=0.1, max_skipped_rounds=2),
 }
 SLOW = ("sps with a stop", "mirror, without an exit")
-
-
-def what_was_drafted(answers) -> list[list[tuple[int, int]]]:
-    """Of each round the tokens that were drafted and accepted."""
-    return [[(step.drafted, step.accepted) for step in answer.steps] for answer in answers]
 
 
 @cache

@@ -15,8 +15,8 @@ from methods.hydra_heads import HydraHeads
 from methods.hydra_heads.checkpoint import save_heads
 from specbench.system.errors import UserError
 from tests.support.checkpoints import RunsCode, spoil
-from tests.support.decoding import random_pair
-from tests.support.hydra import PROMPT, TREE, finals, loaded, saved_heads
+from tests.support.decoding import PROMPT, random_pair
+from tests.support.hydra import TREE, finals, loaded, saved_heads
 
 
 class Block(torch.nn.Module):

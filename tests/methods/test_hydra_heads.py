@@ -12,8 +12,6 @@ from transformers import LlamaConfig
 from methods.common.checkpoints import layer_sizes
 from methods.common.heads import DraftHead
 from methods.common.rank_trees import MEDUSA_TREE
-from methods.eqspec import EqSpec
-from methods.exspec import ExSpec
 from methods.hydra_heads import HydraHeads
 from methods.hydra_heads import drafter as drafter_module
 from methods.hydra_heads.checkpoint import save_heads
@@ -25,14 +23,14 @@ from specbench.decoding.model.cost import weight_bytes
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import Request
-from specbench.models.expansion import Expansion, expand_model
 from specbench.system.errors import UserError
 from tests.support import batches
-from tests.support.decoding import random_pair
-from tests.support.hydra import KINDS, PROMPT, TREE, by_hand, finals, loaded, prefix_model, saved_heads
+from tests.support.decoding import PROMPT, random_pair
+from tests.support.hydra import KINDS, TREE, by_hand, finals, loaded, prefix_model, saved_heads
 from tests.support.lossless import assert_lossless, assert_samples_like_plain_decoding
-from tests.support.methods import drafts, trimmed
+from tests.support.methods import drafts, expanded_pair, trimmed
 from tests.support.models import EVERY_ARCHITECTURE
+from tests.support.schedulers import EVERY_SCHEDULER, SCHEDULERS, assert_lossless_with
 
 
 @pytest.fixture(params=KINDS)
@@ -141,7 +139,7 @@ def test_a_block_that_is_applied_again_is_read_again(tmp_path):
 @pytest.mark.one_in(3)
 @pytest.mark.slow
 @torch.inference_mode()
-@pytest.mark.parametrize("scheduler", [None, RaggedBatch, EqSpec, lambda size: ExSpec(size, window=7)])
+@pytest.mark.parametrize("scheduler", [None, *SCHEDULERS.values()], ids=["alone", *SCHEDULERS])
 @pytest.mark.parametrize("arch", ["llama", pytest.param("qwen3", marks=pytest.mark.slow)])
 def test_the_prefix_layers_cache_is_that_of_one_pass_over_all_states(arch, scheduler, tmp_path):
     """After every round: keys, values and the state to draft from, of every sequence that ran."""
@@ -219,10 +217,7 @@ def test_expanded_heads_draft_the_same(kind, shape, tmp_path):
     """At every round the same tree of the same tokens from the same state; added tokens are never drafted."""
     pair = random_pair("llama")
     folder = saved_heads(pair, tmp_path, *KINDS[kind])
-    settings = pair.target.config.to_dict()
-    expansion = Expansion(settings, settings | WIDER[shape], "x")
-    wide = expand_model(pair.target, expansion, pair.device, torch.float32)
-    other = type(pair)(**(vars(pair) | {"target": wide, "expansion": expansion}))
+    other = expanded_pair(pair, pair.target.config.to_dict() | WIDER[shape])
     drafters = [HydraHeads(p, folder) for p in (pair, other)]
     states: list[list[torch.Tensor]] = [[], []]
     for drafter, seen in zip(drafters, states):
@@ -242,10 +237,7 @@ def test_expanded_heads_draft_the_same(kind, shape, tmp_path):
 
 def test_heads_with_matrices_of_their_own_are_not_expanded(tmp_path):
     pair = random_pair("llama")
-    settings = pair.target.config.to_dict()
-    expansion = Expansion(settings, settings | WIDER["twice"], "x")
-    wide = expand_model(pair.target, expansion, pair.device, torch.float32)
-    other = type(pair)(**(vars(pair) | {"target": wide, "expansion": expansion}))
+    other = expanded_pair(pair, pair.target.config.to_dict() | WIDER["twice"])
     with pytest.raises(UserError, match="cannot be expanded"):
         HydraHeads(other, saved_heads(pair, tmp_path, True, True))
 
@@ -283,15 +275,12 @@ def test_matrices_of_their_own_are_trimmed_as_the_targets_is(tmp_path, monkeypat
 @pytest.mark.one_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("prefix", [True, False])
-@pytest.mark.parametrize("scheduler", [RaggedBatch, EqSpec, lambda size: ExSpec(size, window=7)])
+@EVERY_SCHEDULER
 def test_lossless_in_batches(scheduler, prefix, tmp_path):
-    requests, expected = batches.cases("qwen2")
     pair = random_pair("qwen2")
     drafter = HydraHeads(pair, saved_heads(pair, tmp_path, prefix))
-    engine = Engine(StagedModel(pair.target), drafter, frozenset(), scheduler(4))
-    assert any(s.accepted for s in batches.assert_lossless(engine, requests, expected))
-    # A tree is as deep as the sequence with most room can use it.
-    batches.assert_drafts_as_alone(engine, requests, ["accepted"])
+    # Not how much is drafted: a tree is as deep as the sequence with most room can use it.
+    assert_lossless_with(scheduler, "qwen2", drafter, alone=["accepted"])
 
 
 @pytest.mark.one_in(4)

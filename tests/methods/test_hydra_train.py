@@ -20,7 +20,7 @@ from specbench.models.pairs import load_pair
 from tests.support.decoding import random_pair
 from tests.support.hydra import KINDS, by_hand, finals, heads_for, prefix_model
 from tests.support.methods import drafts
-from tests.support.training import training_settings, training_workplace
+from tests.support.training import batch_of, training_settings, training_workplace
 
 
 @pytest.mark.parametrize("prefix", [False, True])
@@ -44,10 +44,6 @@ def finals_of(target: StagedModel, ids: torch.Tensor) -> torch.Tensor:
     """The target's states [B, T, d] after its final norm."""
     with torch.no_grad():
         return target.model.model(ids, use_cache=False).last_hidden_state
-
-
-def batch_of(ids: list[list[int]], said: list[list[float]]) -> dict[str, torch.Tensor]:
-    return {"input_ids": torch.tensor(ids), "loss_weight": torch.tensor(said, dtype=torch.float32)}
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -18,11 +18,9 @@ from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
 from specbench.system.errors import UserError
 from tests.support.checkpoints import RunsCode, spoil
-from tests.support.decoding import random_pair, tokens_through_layers
+from tests.support.decoding import PROMPT, random_pair, tokens_through_layers
 from tests.support.methods import saved_adapter
 from tests.support.models import random_model
-
-PROMPT = [3, 9, 27, 11, 33, 29, 17]
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from methods.eqspec import EqSpec
-from methods.exspec import ExSpec
 from methods.kangaroo import Kangaroo, KangarooTree
 from methods.ragged import RaggedBatch
 from specbench.decoding.engine import Engine
@@ -15,12 +14,12 @@ from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import Request
 from tests.support import batches
-from tests.support.decoding import random_pair, tokens_through_layers
+from tests.support.decoding import PROMPT, random_pair, tokens_through_layers
 from tests.support.lossless import assert_lossless, assert_samples_like_plain_decoding, assert_stops_anywhere
 from tests.support.methods import trimmed
 from tests.support.models import EVERY_ARCHITECTURE
+from tests.support.schedulers import EVERY_SCHEDULER, assert_lossless_with
 
-PROMPT = [3, 9, 27, 11, 33, 29, 17]
 WIDTH, LEVELS, EXIT = 3, 4, 2
 
 
@@ -163,16 +162,13 @@ def test_lossless(arch, adapter):
 
 @pytest.mark.one_in(3)
 @pytest.mark.slow
-@pytest.mark.parametrize("scheduler", [RaggedBatch, EqSpec, lambda size: ExSpec(size, window=7)])
+@EVERY_SCHEDULER
 @pytest.mark.parametrize("eta", [0.0, 0.1])
 def test_lossless_in_batches(scheduler, eta, adapter):
     steps = []
     for arch in ("qwen2", "mistral"):
-        requests, expected = batches.cases(arch)
-        pair = random_pair(arch)
-        drafter = KangarooTree(pair, adapter(arch), EXIT, WIDTH, LEVELS, eta)
-        engine = Engine(StagedModel(pair.target), drafter, frozenset(), scheduler(4))
-        steps += batches.assert_lossless(engine, requests, expected)
+        drafter = KangarooTree(random_pair(arch), adapter(arch), EXIT, WIDTH, LEVELS, eta)
+        steps += assert_lossless_with(scheduler, arch, drafter)
     assert {0, 1, 2} <= {s.accepted for s in steps}
 
 

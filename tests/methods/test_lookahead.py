@@ -9,8 +9,6 @@ from functools import cache
 import pytest
 import torch
 
-from methods.eqspec import EqSpec
-from methods.exspec import ExSpec
 from methods.lookahead import Lookahead, Pool, Search, merged
 from methods.ragged import RaggedBatch
 from specbench.decoding.engine import Engine
@@ -30,6 +28,7 @@ from tests.support.lossless import (
     sampled_requests,
 )
 from tests.support.models import EVERY_ARCHITECTURE
+from tests.support.schedulers import SCHEDULERS, assert_lossless_with
 from tests.support.synthetic import columns, generation, record, turn
 
 PROMPT = [3, 9, 27, 11, 33, 29, 17, 9, 27]
@@ -240,27 +239,20 @@ def test_lossless(arch):
     assert any(not s.drafted and s.stats for s in steps), "a window goes on without a guess"
 
 
-SCHEDULERS = {
+MORE_SCHEDULERS = {
     "batch size 1": lambda size: Scheduler(1),
-    "ragged": RaggedBatch,
-    "eqspec": EqSpec,
-    "exspec": lambda size: ExSpec(size, window=7),
+    **SCHEDULERS,
     "chaos": lambda size: AlignedChaos(size, random.Random(3)),
 }
 
 
 @pytest.mark.one_in(2)
 @pytest.mark.slow
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize("scheduler", MORE_SCHEDULERS)
 def test_lossless_in_batches(scheduler):
     arch = "mistral" if scheduler in ("eqspec", "chaos") else "llama"
-    requests, expected = batches.cases(arch)
-    pair = random_pair(arch)
-    drafter, target = Lookahead(pair, 4, 3, 3), StagedModel(pair.target)
-    engine = Engine(target, drafter, frozenset(), SCHEDULERS[scheduler](3))
-    steps = batches.assert_lossless(engine, requests, expected)
-    assert any(s.accepted for s in steps)
-    batches.assert_drafts_as_alone(engine, requests)
+    drafter = Lookahead(random_pair(arch), 4, 3, 3)
+    assert_lossless_with(MORE_SCHEDULERS[scheduler], arch, drafter, 3, alone=["drafted", "accepted"])
 
 
 @pytest.mark.parametrize("tokens", [2, 4, 9, 14])

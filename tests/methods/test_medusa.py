@@ -11,8 +11,6 @@ from safetensors.torch import load_file
 
 from methods.common.heads import DraftHead
 from methods.common.rank_trees import MEDUSA_TREE
-from methods.eqspec import EqSpec
-from methods.exspec import ExSpec
 from methods.medusa import Medusa
 from methods.medusa.checkpoint import load_heads, save_for_vllm, save_heads
 from methods.medusa.heads import MedusaHeads
@@ -26,15 +24,14 @@ from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import Request
 from specbench.models.pairs import load_pair
 from specbench.system.errors import UserError
-from tests.support import batches
 from tests.support.checkpoints import RunsCode, spoil
-from tests.support.decoding import random_pair
+from tests.support.decoding import PROMPT, random_pair
 from tests.support.lossless import assert_lossless, assert_samples_like_plain_decoding
 from tests.support.methods import drafts, trimmed, trimming
 from tests.support.models import EVERY_ARCHITECTURE
-from tests.support.training import training_settings, training_workplace
+from tests.support.schedulers import EVERY_SCHEDULER, assert_lossless_with
+from tests.support.training import batch_of, training_settings, training_workplace
 
-PROMPT = [3, 9, 27, 11, 33, 29, 17]
 TREE = [[0], [1], [0, 0], [2], [0, 1], [1, 0], [0, 0, 0]]
 
 
@@ -394,10 +391,6 @@ def test_vllms_form_that_does_not_fit_is_refused(change, settings, message, tmp_
 # -- training
 
 
-def batch_of(ids: list[list[int]], said: list[list[int]]) -> dict[str, torch.Tensor]:
-    return {"input_ids": torch.tensor(ids), "loss_weight": torch.tensor(said, dtype=torch.float32)}
-
-
 def test_the_loss_by_hand():
     """Head i at place t against the target at t + 1 + i, where token t + 2 + i counts."""
     pair = random_pair("llama")
@@ -468,13 +461,10 @@ def test_lossless(arch, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheduler", [RaggedBatch, EqSpec, lambda size: ExSpec(size, window=7)])
+@EVERY_SCHEDULER
 def test_lossless_in_batches(scheduler, tmp_path):
-    requests, expected = batches.cases("qwen2")
     pair = random_pair("qwen2")
-    drafter = Medusa(pair, saved_heads(pair, tmp_path))
-    engine = Engine(StagedModel(pair.target), drafter, frozenset(), scheduler(4))
-    assert any(s.accepted for s in batches.assert_lossless(engine, requests, expected))
+    assert_lossless_with(scheduler, "qwen2", Medusa(pair, saved_heads(pair, tmp_path)))
 
 
 @pytest.mark.slow

@@ -20,9 +20,9 @@ from specbench.decoding.kv_cache import KVCache
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
 from specbench.system.errors import UserError
-from tests.support.decoding import random_pair
+from tests.support.decoding import PROMPT, random_pair
 from tests.support.methods import drafts, trimmed
-from tests.support.mirror import PROMPT, mirror, plain_drafts, steps, tokens_of
+from tests.support.mirror import mirror, plain_drafts, steps, tokens_of
 from tests.support.models import EVERY_ARCHITECTURE
 
 VARIANTS = {

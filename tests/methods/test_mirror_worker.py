@@ -25,10 +25,10 @@ from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.trace import Clock
 from specbench.system.errors import JobError
-from tests.support.decoding import random_pair
+from tests.support.decoding import PROMPT, random_pair
 from tests.support.graphs import PretendedRunner, pretend
 from tests.support.methods import drafts
-from tests.support.mirror import PROMPT, mirror, plain_drafts, steps, tokens_of
+from tests.support.mirror import mirror, plain_drafts, steps, tokens_of
 
 
 class Late:

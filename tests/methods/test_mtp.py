@@ -9,27 +9,21 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from methods.common import losses, training
+from methods.common import initialisation, losses
 from methods.common.losses import Loss
 from methods.eagle.steps import StepDistillation
-from methods.eqspec import EqSpec
-from methods.exspec import ExSpec
 from methods.mtp import Mtp
 from methods.mtp import train as mtp_train
 from methods.mtp.checkpoint import load_mtp, save_mtp
 from methods.mtp.model import MtpModel
 from methods.mtp.train import fit, fresh_model
-from methods.oracle import Oracle
-from methods.ragged import RaggedBatch
 from specbench.data.training import RECORD
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import NORMED
-from specbench.models.expansion import Expansion, expand_model
 from specbench.system.errors import UserError
-from tests.support import batches
-from tests.support.decoding import random_pair
+from tests.support.decoding import PROMPT, random_pair
 from tests.support.distribution import SHAPE, p_value_alone
 from tests.support.gradients import (
     assert_learns_from_a_sample,
@@ -37,11 +31,17 @@ from tests.support.gradients import (
     no_distribution_stays,
 )
 from tests.support.lossless import assert_lossless, assert_rounds_of_every_kind, cases
-from tests.support.methods import randomise, teach
+from tests.support.methods import (
+    assert_an_oracle_proposes_in_place_of,
+    assert_drafts_the_same,
+    expanded_pair,
+    norm,
+    randomise,
+    taught,
+)
 from tests.support.models import EVERY_ARCHITECTURE
+from tests.support.schedulers import EVERY_SCHEDULER, assert_lossless_with
 from tests.support.training import training_settings
-
-PROMPT = [3, 9, 27, 11, 33, 29, 17]
 
 
 def head_of(pair) -> MtpModel:
@@ -54,11 +54,9 @@ def head_of(pair) -> MtpModel:
 @cache
 @torch.inference_mode(False)
 def trained_model(arch: str) -> MtpModel:
-    """One that learnt the answers of the tests of losslessness, so that it is right now and then."""
     pair = random_pair(arch)
     model = head_of(pair)
-    teach(StepDistillation(model, StagedModel(pair.target), 3, 0.6), model, arch, 20)
-    return model.requires_grad_(False)
+    return taught(StepDistillation(model, pair.staged, 3, 0.6), model, arch, 20)
 
 
 def saved(arch: str, folder) -> str:
@@ -85,10 +83,6 @@ def chain(pair, model: MtpModel, known: list[int], k: int) -> list[int]:
 
 
 # -- the head
-
-
-def norm(states: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    return weight * states / (states.pow(2).mean(-1, keepdim=True) + eps).sqrt()
 
 
 def test_the_head_by_hand():
@@ -160,13 +154,9 @@ def test_lossless_on_one_architecture(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheduler", [RaggedBatch, EqSpec, lambda size: ExSpec(size, window=7)])
+@EVERY_SCHEDULER
 def test_lossless_in_batches(scheduler, tmp_path):
-    requests, expected = batches.cases("qwen2")
-    engine = Engine(
-        StagedModel(random_pair("qwen2").target), drafter_of("qwen2", tmp_path), frozenset(), scheduler(4)
-    )
-    assert any(s.accepted for s in batches.assert_lossless(engine, requests, expected))
+    assert_lossless_with(scheduler, "qwen2", drafter_of("qwen2", tmp_path))
 
 
 @pytest.mark.slow
@@ -177,39 +167,24 @@ def test_samples_follow_the_target(tmp_path):
 
 
 def test_an_oracle_proposes_its_tokens_in_place_of_these(tmp_path):
-    pair = random_pair("llama")
-    config = {"_target_": "methods.mtp.Mtp", "name": "mtp", "weights": saved("llama", tmp_path)}
-    drafter = Oracle(pair, config, [1.0, 1.0, 0.0], cost_of="mtp", max_draft_tokens=4)
-    prompt, cap, _, answer = cases("llama")[6]
-    drafter.set_reference_answers([prompt], [answer])
-    said = Engine(StagedModel(pair.target), drafter, frozenset()).answer(prompt, SamplingParams(cap))
-    assert said.tokens == answer and {s.accepted for s in said.steps if s.drafted > 2} == {2}
+    assert_an_oracle_proposes_in_place_of("methods.mtp.Mtp", saved("llama", tmp_path))
 
 
 @pytest.mark.slow
 def test_the_drafter_of_an_expanded_target_drafts_the_same(tmp_path):
-    pair, drafted = random_pair("llama"), []
-    shape = pair.target.config.to_dict() | {"hidden_size": 96, "num_hidden_layers": 10, "head_dim": 24}
-    expansion = Expansion(pair.target.config.to_dict(), shape, "x")
-    target = expand_model(pair.target, expansion, torch.device("cpu"), torch.float32)
-    wide = type(pair)(**(vars(pair) | {"target": target, "expansion": expansion}))
-    folder = saved("llama", tmp_path)
-    for which in (pair, wide):
-        drafter = Mtp(which, folder, 3)
-        draft = drafter.draft
-        drafter.draft = lambda batch, draft=draft: drafted.append(made := draft(batch)) or made
-        Engine(StagedModel(which.target), drafter, frozenset()).answer(PROMPT, SamplingParams(20))
-    half = len(drafted) // 2
-    assert half > 2 and all(torch.equal(a.tokens, b.tokens) for a, b in zip(drafted[:half], drafted[half:]))
+    pair, folder = random_pair("llama"), saved("llama", tmp_path)
+    more = {"hidden_size": 96, "num_hidden_layers": 10, "head_dim": 24}
+    wide = expanded_pair(pair, pair.target.config.to_dict() | more)
+    assert_drafts_the_same(lambda which: Mtp(which, folder, 3), pair, wide, PROMPT, 20)
 
 
 def test_tokens_that_an_expanded_target_adds_are_not_drafted(tmp_path):
     pair = random_pair("llama")
     more = {"hidden_size": 96, "num_hidden_layers": 10, "head_dim": 24}
     shape = pair.target.config.to_dict() | more | {"vocab_size": pair.target.config.vocab_size + 40}
-    expansion = Expansion(pair.target.config.to_dict(), shape, "x")
-    target = StagedModel(expand_model(pair.target, expansion, torch.device("cpu"), torch.float32))
-    head = load_mtp(saved("llama", tmp_path), target, expansion)
+    wide = expanded_pair(pair, shape)
+    target = StagedModel(wide.target)
+    head = load_mtp(saved("llama", tmp_path), target, wide.expansion)
     hidden = torch.nn.functional.pad(torch.randn(1, 5, 64), (0, 32))
     embeds = target.embed(torch.tensor([[3, 9, 27, 11, 33]]))
     out = head(hidden, embeds, position_embeddings=head.rope(torch.arange(5)[None], hidden))
@@ -222,7 +197,7 @@ def test_tokens_that_an_expanded_target_adds_are_not_drafted(tmp_path):
 
 def test_a_fresh_head_is_the_best_linear_estimate_of_the_next_state(monkeypatch):
     """Of the size that the target's states have after their norm."""
-    monkeypatch.setattr(training, "FITTED_PLACES", 60_000)  # all of the text below
+    monkeypatch.setattr(initialisation, "FITTED_PLACES", 60_000)  # all of the text below
     pair = random_pair("llama")
     target = StagedModel(pair.target)
     model = fresh_model(target)

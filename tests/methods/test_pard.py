@@ -21,13 +21,11 @@ from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import Request
 from specbench.system.errors import UserError
-from tests.support.decoding import random_pair
+from tests.support.decoding import PROMPT, random_pair
 from tests.support.distribution import SHAPE, p_value_alone
 from tests.support.lossless import SOME_LENGTHS, assert_lossless, assert_rounds_of_every_kind
 from tests.support.models import EVERY_ARCHITECTURE
 from tests.support.training import training_settings
-
-PROMPT = [3, 9, 27, 11, 33, 29, 17]
 
 
 def pair_with_mask(arch: str, mask: int = 1, **overrides):

@@ -15,9 +15,6 @@ from methods.eagle3 import Eagle3
 from methods.eagle3.checkpoint import load_eagle3, save_eagle3
 from methods.eagle3.model import Eagle3Model
 from methods.eagle3.train import fresh_model
-from methods.eqspec import EqSpec
-from methods.exspec import ExSpec
-from methods.oracle import Oracle
 from methods.peagle import ParallelEagle
 from methods.peagle import train as peagle_train
 from methods.peagle.train import MaskDistillation
@@ -27,10 +24,8 @@ from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import Request
-from specbench.models.expansion import Expansion, expand_model
 from specbench.system.errors import UserError
-from tests.support import batches
-from tests.support.decoding import random_pair
+from tests.support.decoding import PROMPT, random_pair
 from tests.support.distribution import SHAPE, p_value_alone
 from tests.support.gradients import (
     assert_learns_from_a_sample,
@@ -38,11 +33,17 @@ from tests.support.gradients import (
     no_distribution_stays,
 )
 from tests.support.lossless import assert_lossless, assert_rounds_of_every_kind, cases
-from tests.support.methods import randomise, teach
+from tests.support.methods import (
+    assert_an_oracle_proposes_in_place_of,
+    assert_drafts_the_same,
+    expanded_pair,
+    randomise,
+    taught,
+)
 from tests.support.models import EVERY_ARCHITECTURE
+from tests.support.schedulers import EVERY_SCHEDULER, assert_lossless_with
 from tests.support.training import training_settings
 
-PROMPT = [3, 9, 27, 11, 33, 29, 17]
 MASK, AHEAD = 1, 4
 
 
@@ -58,11 +59,9 @@ def drafting_model(pair, layers: int = 2) -> Eagle3Model:
 @cache
 @torch.inference_mode(False)
 def trained_model(arch: str) -> Eagle3Model:
-    """One that learnt the answers of the tests of losslessness, so that it is right now and then."""
     pair = random_pair(arch)
     model = drafting_model(pair)
-    teach(MaskDistillation(model, StagedModel(pair.target), AHEAD, 0.8, 0.5), model, arch, 25)
-    return model.requires_grad_(False)
+    return taught(MaskDistillation(model, pair.staged, AHEAD, 0.8, 0.5), model, arch, 25)
 
 
 def saved(arch: str, folder) -> str:
@@ -134,14 +133,10 @@ def test_lossless_on_one_architecture(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheduler", [RaggedBatch, EqSpec, lambda size: ExSpec(size, window=7)])
+@EVERY_SCHEDULER
 def test_lossless_in_batches(scheduler, tmp_path):
     """Masks stand after the last true pair of each sequence, however many tokens it keeps."""
-    requests, expected = batches.cases("qwen2")
-    engine = Engine(
-        StagedModel(random_pair("qwen2").target), drafter_of("qwen2", tmp_path), frozenset(), scheduler(4)
-    )
-    assert any(s.accepted for s in batches.assert_lossless(engine, requests, expected))
+    assert_lossless_with(scheduler, "qwen2", drafter_of("qwen2", tmp_path))
 
 
 def test_a_batch_drafts_what_each_of_its_sequences_drafts_alone(tmp_path):
@@ -181,34 +176,15 @@ def test_samples_follow_the_target(tmp_path):
 
 
 def test_an_oracle_proposes_its_tokens_in_place_of_these(tmp_path):
-    pair = random_pair("llama")
-    config = {
-        "_target_": "methods.peagle.ParallelEagle",
-        "name": "peagle",
-        "weights": saved("llama", tmp_path),
-    }
-    drafter = Oracle(pair, config, [1.0, 1.0, 0.0], cost_of="peagle", max_draft_tokens=4)
-    prompt, cap, _, answer = cases("llama")[6]
-    drafter.set_reference_answers([prompt], [answer])
-    said = Engine(StagedModel(pair.target), drafter, frozenset()).answer(prompt, SamplingParams(cap))
-    assert said.tokens == answer and {s.accepted for s in said.steps if s.drafted > 2} == {2}
+    assert_an_oracle_proposes_in_place_of("methods.peagle.ParallelEagle", saved("llama", tmp_path))
 
 
 @pytest.mark.slow
 def test_the_drafter_of_an_expanded_target_drafts_the_same(tmp_path):
-    pair, drafted = random_pair("llama"), []
-    shape = pair.target.config.to_dict() | {"hidden_size": 96, "num_hidden_layers": 10, "head_dim": 24}
-    expansion = Expansion(pair.target.config.to_dict(), shape, "x")
-    target = expand_model(pair.target, expansion, torch.device("cpu"), torch.float32)
-    wide = type(pair)(**(vars(pair) | {"target": target, "expansion": expansion}))
-    folder = saved("llama", tmp_path)
-    for which in (pair, wide):
-        drafter = ParallelEagle(which, folder, AHEAD)
-        draft = drafter.draft
-        drafter.draft = lambda batch, draft=draft: drafted.append(made := draft(batch)) or made
-        Engine(StagedModel(which.target), drafter, frozenset()).answer(PROMPT, SamplingParams(20))
-    half = len(drafted) // 2
-    assert half > 2 and all(torch.equal(a.tokens, b.tokens) for a, b in zip(drafted[:half], drafted[half:]))
+    pair, folder = random_pair("llama"), saved("llama", tmp_path)
+    more = {"hidden_size": 96, "num_hidden_layers": 10, "head_dim": 24}
+    wide = expanded_pair(pair, pair.target.config.to_dict() | more)
+    assert_drafts_the_same(lambda which: ParallelEagle(which, folder, AHEAD), pair, wide, PROMPT, 20)
 
 
 # -- training

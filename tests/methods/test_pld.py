@@ -7,18 +7,12 @@ import random
 import numpy as np
 import pytest
 
-from methods.eqspec import EqSpec
-from methods.exspec import ExSpec
 from methods.pld import PromptLookup
-from methods.ragged import RaggedBatch
-from specbench.decoding.engine import Engine
-from specbench.decoding.model.staged_model import StagedModel
-from tests.support import batches
 from tests.support.decoding import random_pair
+from tests.support.schedulers import EVERY_SCHEDULER, assert_lossless_with
 
 MATCHES = ("earliest", "latest")
 EVERY_MATCH = pytest.mark.parametrize("match", MATCHES)
-SCHEDULERS = {"ragged": RaggedBatch, "eqspec": EqSpec, "exspec": lambda size: ExSpec(size, window=7)}
 
 
 def looked_up(text: list[int], **settings) -> list[int]:
@@ -90,11 +84,8 @@ def test_the_author_s_rule_is_the_default():
 @pytest.mark.one_in(3)
 @pytest.mark.first_fast
 @EVERY_MATCH
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@EVERY_SCHEDULER
 def test_a_sequence_of_a_batch_drafts_as_alone(scheduler, match):
-    pair, (requests, expected) = random_pair("llama"), batches.cases("llama")
-    drafter = PromptLookup(pair, 3, max_ngram=2, match=match)
-    engine = Engine(StagedModel(pair.target), drafter, frozenset(), SCHEDULERS[scheduler](3))
-    assert any(s.accepted for s in batches.assert_lossless(engine, requests, expected))
+    drafter = PromptLookup(random_pair("llama"), 3, max_ngram=2, match=match)
     # How much of a batch's draft is padding differs, what is accepted does not.
-    batches.assert_drafts_as_alone(engine, requests, ["accepted"])
+    assert_lossless_with(scheduler, "llama", drafter, 3, alone=["accepted"])

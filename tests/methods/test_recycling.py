@@ -8,8 +8,6 @@ import pytest
 import torch
 
 from methods.common.rank_trees import chance, likeliest_ids, rank_tree
-from methods.eqspec import EqSpec
-from methods.exspec import ExSpec
 from methods.ragged import RaggedBatch
 from methods.recycling import RANKS, TREE, TokenRecycling
 from specbench.decoding.drafter import Drafter
@@ -17,7 +15,6 @@ from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
 from specbench.system.errors import UserError
-from tests.support import batches
 from tests.support.decoding import random_pair
 from tests.support.lossless import (
     assert_lossless,
@@ -26,6 +23,7 @@ from tests.support.lossless import (
     sampled_requests,
 )
 from tests.support.models import EVERY_ARCHITECTURE
+from tests.support.schedulers import EVERY_SCHEDULER, assert_lossless_with
 
 PROMPT = [3, 9, 27, 11, 33, 29, 17, 9, 27]
 
@@ -161,23 +159,14 @@ def test_lossless(arch):
     assert any(s.accepted for s in steps) and any(s.accepted < s.depth for s in steps)
 
 
-SCHEDULERS = {"ragged": RaggedBatch, "eqspec": EqSpec, "exspec": lambda size: ExSpec(size, window=7)}
-
-
 @pytest.mark.one_in(3)
 @pytest.mark.first_fast
 @pytest.mark.parametrize("memory", ["answer", "run"])
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@EVERY_SCHEDULER
 def test_lossless_in_batches(scheduler, memory):
     arch = "mistral" if memory == "run" else "llama"
-    requests, expected = batches.cases(arch)
-    pair = random_pair(arch)
-    drafter = TokenRecycling(pair, 20, memory=memory)
-    engine = Engine(StagedModel(pair.target), drafter, frozenset(), SCHEDULERS[scheduler](3))
-    steps = batches.assert_lossless(engine, requests, expected)
-    assert any(s.accepted for s in steps)
-    if memory == "answer":
-        batches.assert_drafts_as_alone(engine, requests, ["accepted"])
+    drafter = TokenRecycling(random_pair(arch), 20, memory=memory)
+    assert_lossless_with(scheduler, arch, drafter, 3, alone=["accepted"] if memory == "answer" else [])
 
 
 @pytest.mark.slow

@@ -12,8 +12,6 @@ import pytest
 import torch
 
 from methods.common.suffix_array import suffix_array
-from methods.eqspec import EqSpec
-from methods.exspec import ExSpec
 from methods.ragged import RaggedBatch
 from methods.rest import REST
 from methods.rest.datastore import PLACES, RECORD, TOKENS, load_datastore, save_datastore, tree_after
@@ -22,14 +20,11 @@ from specbench import ROOT
 from specbench.data.contamination import WORDS, MeasuredTexts
 from specbench.data.conversations import tokenizer_of
 from specbench.data.question_files import TASKS, Question, read_questions
-from specbench.decoding.engine import Engine
-from specbench.decoding.model.staged_model import StagedModel
 from specbench.models.pairs import load_pair
 from specbench.system.errors import UserError
 from specbench.tiny.tokenizer import load_tokenizer
-from tests.support import batches
 from tests.support.conf import composed
-from tests.support.decoding import generate_with_transformers, random_pair, random_prompt
+from tests.support.decoding import generate_with_transformers, random_prompt
 from tests.support.lossless import (
     assert_lossless,
     assert_samples_like_plain_decoding,
@@ -37,15 +32,11 @@ from tests.support.lossless import (
     free_answers,
     sampled_requests,
 )
+from tests.support.methods import with_tokenizer
 from tests.support.models import EVERY_ARCHITECTURE, byte_tokenizer, save_pair
+from tests.support.schedulers import EVERY_SCHEDULER, assert_lossless_with
 
 SHIPPED = ROOT / "specbench" / "tiny" / "weights" / "rest"
-
-
-def with_tokenizer(arch: str):
-    """A random pair that a datastore can be made for."""
-    pair = random_pair(arch)
-    return type(pair)(**vars(pair), tokenizer=byte_tokenizer())
 
 
 @pytest.fixture(scope="module")
@@ -279,19 +270,11 @@ def test_lossless(arch, datastore):
     assert any(s.accepted for s in steps) or arch != "llama", "the datastore is of one target"
 
 
-SCHEDULERS = {"ragged": RaggedBatch, "eqspec": EqSpec, "exspec": lambda size: ExSpec(size, window=7)}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@EVERY_SCHEDULER
 def test_lossless_in_batches(scheduler, datastore):
-    requests, expected = batches.cases("llama")
-    pair = with_tokenizer("llama")
-    drafter, target = REST(pair, datastore, 12, min_match=1), StagedModel(pair.target)
-    engine = Engine(target, drafter, frozenset(), SCHEDULERS[scheduler](3))
-    steps = batches.assert_lossless(engine, requests, expected)
-    assert any(s.accepted for s in steps)
-    batches.assert_drafts_as_alone(engine, requests)
+    drafter = REST(with_tokenizer("llama"), datastore, 12, min_match=1)
+    assert_lossless_with(scheduler, "llama", drafter, 3, alone=["drafted", "accepted"])
 
 
 @pytest.mark.slow

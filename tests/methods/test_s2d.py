@@ -12,9 +12,9 @@ from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
 from specbench.models.surgery import cut
 from specbench.system.errors import UserError
+from tests.support.decoding import PROMPT
 from tests.support.methods import drafts, sorted_pair
 
-PROMPT = [3, 9, 27, 11, 33, 29, 17]
 EXITS = [1, 2, 4]
 
 

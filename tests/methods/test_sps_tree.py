@@ -9,8 +9,6 @@ from collections import Counter
 import pytest
 import torch
 
-from methods.eqspec import EqSpec
-from methods.exspec import ExSpec
 from methods.ragged import RaggedBatch
 from methods.sps import SpeculativeSampling
 from methods.sps_tree import DraftModelTree, drafter
@@ -23,16 +21,15 @@ from specbench.decoding.state import Request
 from specbench.system.errors import UserError
 from tests.support import batches
 from tests.support.conf import composed
-from tests.support.decoding import random_pair
+from tests.support.decoding import PROMPT, random_pair
 from tests.support.distribution import SHAPE, p_value_alone, p_value_in_a_batch
 from tests.support.lossless import assert_lossless, assert_samples_like_plain_decoding, assert_stops_anywhere
 from tests.support.methods import padded_pair, trimmed
 from tests.support.models import EVERY_ARCHITECTURE
+from tests.support.schedulers import EVERY_SCHEDULER, assert_lossless_with
 from tests.support.training import saved_pair, training_workplace
 
-PROMPT = [3, 9, 27, 11, 33, 29, 17]
 TREE = [[0], [0, 0], [1], [0, 0, 0], [3], [1, 2], [0, 2], [0, 0, 0, 0], [0, 0, 1]]
-SCHEDULERS = [RaggedBatch, EqSpec, lambda size: ExSpec(size, window=7)]
 DRAWN = ["distinct", "independent"]
 
 
@@ -277,14 +274,11 @@ def test_lossless(arch, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@EVERY_SCHEDULER
 def test_lossless_in_batches(scheduler, folder):
     steps = []
     for arch in ("qwen2", "mistral"):
-        requests, expected = batches.cases(arch)
-        pair = random_pair(arch)
-        engine = Engine(StagedModel(pair.target), DraftModelTree(pair, folder), frozenset(), scheduler(4))
-        steps += batches.assert_lossless(engine, requests, expected)
+        steps += assert_lossless_with(scheduler, arch, DraftModelTree(random_pair(arch), folder))
     assert {0, 1, 2} <= {s.accepted for s in steps}
 
 

@@ -10,8 +10,6 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from methods.eqspec import EqSpec
-from methods.exspec import ExSpec
 from methods.ragged import RaggedBatch
 from methods.rest.datastore import FOLLOWERS, save_datastore
 from methods.samd import SAMDecoding, merged, repeated
@@ -35,16 +33,12 @@ from tests.support.lossless import (
     assert_stops_anywhere,
     sampled_requests,
 )
-from tests.support.models import EVERY_ARCHITECTURE, byte_tokenizer
+from tests.support.methods import with_tokenizer
+from tests.support.models import EVERY_ARCHITECTURE
+from tests.support.schedulers import EVERY_SCHEDULER, assert_lossless_with
 
 PROMPT = [3, 9, 27, 11, 33, 29, 17, 9, 27]
 LONG = 60
-
-
-def with_tokenizer(arch: str):
-    """A random pair that a datastore can be made for."""
-    pair = random_pair(arch)
-    return type(pair)(**vars(pair), tokenizer=byte_tokenizer())
 
 
 @pytest.fixture(scope="module")
@@ -227,23 +221,15 @@ def test_lossless(arch, name, corpus):
         assert any(s.depth < s.drafted for s in steps), "some must be trees"
 
 
-SCHEDULERS = {"ragged": RaggedBatch, "eqspec": EqSpec, "exspec": lambda size: ExSpec(size, window=7)}
-
-
 @pytest.mark.slow
 @pytest.mark.one_in(4)
 @EVERY_DRAFTER
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@EVERY_SCHEDULER
 def test_lossless_in_batches(name, scheduler, corpus):
-    requests, expected = batches.cases("llama")
+    longest = ", sps" in name or ", recycling" in name  # those draft for the longest rest of a batch
+    alone = ["accepted"] if longest else ["drafted", "accepted"]
     drafter = DRAFTERS[name]("llama", corpus)
-    target = StagedModel(random_pair("llama").target)
-    engine = Engine(target, drafter, frozenset(), SCHEDULERS[scheduler](3))
-    steps = batches.assert_lossless(engine, requests, expected)
-    assert any(s.accepted for s in steps)
-    if name != "suffix, run":
-        longest = ", sps" in name or ", recycling" in name  # those draft for the longest rest of a batch
-        batches.assert_drafts_as_alone(engine, requests, ["accepted"] if longest else ["drafted", "accepted"])
+    assert_lossless_with(scheduler, "llama", drafter, 3, alone=[] if name == "suffix, run" else alone)
 
 
 @pytest.mark.slow

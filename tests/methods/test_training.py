@@ -23,7 +23,8 @@ from safetensors.torch import load_file
 
 from methods import states
 from methods.common import training as common
-from methods.common.training import batches, scale_of
+from methods.common.initialisation import UNSURE, scale_of
+from methods.common.training import batches
 from methods.dflash.train import fresh_model as fresh_blocks
 from methods.eagle import train as eagle_train
 from methods.eagle3 import train as eagle3_train
@@ -408,7 +409,7 @@ def test_norms_begin_with_the_scales_of_their_target():
         fresh_eagle3(target, torch.arange(20)),
         fresh_blocks(settings_of("independent"), target, MASK),
     ):
-        torch.testing.assert_close(model.norm.weight / common.UNSURE, 1 + target.norm.weight)
+        torch.testing.assert_close(model.norm.weight / UNSURE, 1 + target.norm.weight)
     adapter, _ = kangaroo_train.fresh_adapter(target, 1)
     torch.testing.assert_close(adapter.norm.weight, 1 + target.norm.weight)
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from specbench.config.spec import HF, METHOD
 from specbench.decoding.cpu import native
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
@@ -21,7 +22,6 @@ from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import Request
 from specbench.measure import numeric_noise as rounding
-from specbench.measure.arms import HF, METHOD
 from specbench.measure.certify import Certifier
 from specbench.measure.numeric_noise import forced_logits, model_noise, shape_noise, tree_logits
 from specbench.measure.runner import prepare

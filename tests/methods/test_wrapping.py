@@ -19,10 +19,9 @@ from specbench.measure.metrics.metrics import stats_of
 from specbench.system.errors import UserError
 from tests.methods.test_stats import frame
 from tests.support.conf import composed
-from tests.support.decoding import random_pair
+from tests.support.decoding import PROMPT, random_pair
 
 LEARNING = {"_target_": "methods.suffix.SuffixDecoding", "name": "suffix", "shape": "chain", "memory": "run"}
-PROMPT = [3, 9, 27, 11, 33, 29, 17]
 
 
 @pytest.mark.parametrize("make", [Oracle, partial(SAMDecoding, auxiliary="suffix")])

@@ -315,7 +315,7 @@ def test_on_a_gpu_nothing_is_allocated_twice():
 
 MEASURED = """
 import torch
-from specbench.measure.machine.provenance import peak_memory
+from specbench.measure.machine.hardware import peak_memory
 from specbench.models.pairs import load_pair
 from tests.support.conf import composed
 

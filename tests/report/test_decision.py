@@ -38,6 +38,21 @@ def test_of_many_the_fastest_must_gain_by_more():
     assert among.sentence.startswith("Stay with autoregressive decoding")
 
 
+def test_of_many_runs_of_two_pools_the_fastest_must_gain_by_far_more():
+    """Student's t of one degree of freedom: what ten normal intervals would allow, ten of two pools do not."""
+    unlucky = {"speedup": 1.0, "speedup_low": 0.9, "speedup_high": 1.1}
+    others = {f"b{i}": batched("ragged", f"other{i}", 4, **unlucky) for i in range(9)}
+
+    def sentence(**freedom: float | None) -> str:
+        best = {"speedup": 1.3, "speedup_low": 1.12, "speedup_high": 1.51}
+        return one(a=batched("ragged", "sps", 4, **best, **freedom), **others).sentence
+
+    many = {"speedup_freedom": 100.0}
+    assert sentence(**many).startswith("Take") and not sentence(speedup_freedom=1.0).startswith("Take")
+    few = {"pools": 2, "speedup_freedom": None}  # of an older run
+    assert sentence(**few) == sentence(speedup_freedom=1.0)
+
+
 def test_the_fastest_is_named_with_those_that_are_not_told_apart_from_it():
     decision = one(
         a=run("slow", 0.8, 0.7, 0.9),

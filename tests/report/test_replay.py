@@ -127,6 +127,15 @@ def test_a_run_is_replayed_to_what_it_had():
     assert again.speedup == pytest.approx(recorded.measured.speedup, rel=0.01)
 
 
+def test_an_answer_of_one_token_counts_with_its_prefill():
+    """It has no round, and as much prefill in both arms."""
+    brief = run(4, of=[*guesses()[:4], *[np.empty(0)] * 4])
+    recorded = Recorded(brief)
+    assert recorded.measured.speedup < run(4, of=guesses()[:4]).summary["overall"]["speedup"]
+    again = play(recorded, listed_costs(mean_costs([recorded])), Constant(4))
+    assert again.speedup == pytest.approx(recorded.measured.speedup, rel=0.01)
+
+
 def test_a_replayed_speedup_is_against_the_baseline_that_the_run_is_quoted_against():
     slow, fast = run(6, of=short()), run(6, of=short(), baseline__quoted_against="hf_generate")
     for one in fast.records:

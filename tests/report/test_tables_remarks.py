@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import pytest
 
-from specbench.report import remarks, tables
+from specbench.report import remarks, tables, verdicts
 from tests.support.messages import says, shown
 from tests.support.samples import ENGINE, SUMMARY, WRONG, changed, nothing, runs_of, wrong
 
 
 def test_what_is_wrong_with_a_run():
-    assert remarks.faults(SUMMARY) == []
-    assert remarks.faults(wrong())[0].startswith("VIOLATION: 3 of 80 ")
-    assert remarks.faults(changed(SUMMARY, failed=2))[0].startswith("FAILED: 2 ")
+    assert verdicts.faults(SUMMARY) == []
+    assert verdicts.faults(wrong())[0].startswith("VIOLATION: 3 of 80 ")
+    assert verdicts.faults(changed(SUMMARY, failed=2))[0].startswith("FAILED: 2 ")
     disagreeing = changed(SUMMARY, baseline__equivalence__violation=4)
-    assert says(remarks.faults(disagreeing)[0], "VIOLATION: ... generate ... 4")
-    assert remarks.faults(nothing()) == []
+    assert says(verdicts.faults(disagreeing)[0], "VIOLATION: ... generate ... 4")
+    assert verdicts.faults(nothing()) == []
 
 
 def test_violations_of_any_arm_count_but_those_of_a_lossy_control():
     many = {"violation": 1}
     for arm in ({"equivalence": many}, {"baseline__equivalence": many}):
-        assert remarks.violates(changed(SUMMARY, **arm))
-        assert not remarks.violates(changed(SUMMARY, verification="typical", **arm))
-    assert remarks.violates(changed(SUMMARY, likelihood={"method": {"standard_errors": -9.0}}))
-    assert remarks.violates(changed(SERVED, engine__again_equivalence=many))
-    assert not any(remarks.violates(one) for one in (SUMMARY, SERVED, nothing(), changed(SUMMARY, failed=2)))
+        assert verdicts.violates(changed(SUMMARY, **arm))
+        assert not verdicts.violates(changed(SUMMARY, verification="typical", **arm))
+    assert verdicts.violates(changed(SUMMARY, likelihood={"method": {"standard_errors": -9.0}}))
+    assert verdicts.violates(changed(SERVED, engine__again_equivalence=many))
+    assert not any(verdicts.violates(one) for one in (SUMMARY, SERVED, nothing(), changed(SUMMARY, failed=2)))
 
 
 def test_a_title_has_the_settings_that_are_set():
@@ -236,7 +236,7 @@ def test_servers_that_a_run_does_not_start_are_one_start_whatever_its_processes(
     ],
 )
 def test_what_is_wrong_with_another_engine_stands_first(changes, message):
-    lines = remarks.faults(changed(SERVED, **changes))
+    lines = verdicts.faults(changed(SERVED, **changes))
     assert len(lines) == (message is not None)
     assert message is None or says(lines[0], message)
 
@@ -255,7 +255,7 @@ def test_what_is_wrong_with_another_engine_stands_first(changes, message):
 )
 def test_an_engine_has_no_verdict_where_its_own_difference_could_explain_the_method(again, method, explained):
     overall = dict(zip(("speedup_low", "speedup_high"), method))
-    assert remarks.could_explain(*again, overall) == explained
+    assert verdicts.could_explain(*again, overall) == explained
 
 
 def test_engines_stand_side_by_side_with_our_own_run_of_the_method():

@@ -13,9 +13,8 @@ from methods.dflash.model import BlockModel
 from methods.dflash.train import BlockDistillation, fresh_model
 from specbench.decoding.model.staged_model import StagedModel
 from tests.support.decoding import random_pair
-from tests.support.methods import randomise, teach
+from tests.support.methods import randomise, taught
 
-PROMPT = [3, 9, 27, 11, 33, 29, 17]
 BLOCK, MASK = 5, 1
 KINDS = {DFlash: "independent", DDTree: "independent", DSpark: "markov", DFlash2: "selector"}
 HEADS = ["independent", "markov", "selector"]
@@ -42,11 +41,9 @@ def drafting_model(pair, head: str, **changes: object) -> BlockModel:
 @cache
 @torch.inference_mode(False)
 def trained_model(arch: str, head: str) -> BlockModel:
-    """One that learnt the answers of the tests of losslessness, so that it is right now and then."""
     pair = random_pair(arch)
     model = drafting_model(pair, head)
-    teach(BlockDistillation(model, StagedModel(pair.target), 8, 4.0, 0.0), model, arch, 30)
-    return model.requires_grad_(False)
+    return taught(BlockDistillation(model, pair.staged, 8, 4.0, 0.0), model, arch, 30)
 
 
 def saved(arch: str, kind: type, folder) -> str:

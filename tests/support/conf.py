@@ -15,7 +15,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
-from specbench.config.compose import CONF, choices_of
+from specbench.config.compose import CONF
+from specbench.config.folders import choices_of
 from specbench.config.spec import needs_of
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.scheduler import Scheduler

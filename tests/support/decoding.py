@@ -14,6 +14,7 @@ from specbench.decoding.model.staged_model import StagedModel
 from specbench.models.surgery import cut
 from tests.support.models import random_model
 
+PROMPT = [3, 9, 27, 11, 33, 29, 17]
 STOP = 2
 # What families call the weights that write to the hidden states; a tuple of experts' weights has no ".weight".
 OUTPUTS = (

@@ -13,6 +13,7 @@ from specbench.decoding.engine import Engine
 from specbench.decoding.model import fixed_shape
 from specbench.decoding.model import staged_model as targets
 from specbench.decoding.model.graphs import Captured, GraphRunner, shaped, uncaptured
+from specbench.decoding.trace import Generation
 
 HUGE = 2**61  # no id, position or index: whatever reads it fails
 
@@ -139,3 +140,8 @@ def replays_by_round(monkeypatch, made: list[GraphRunner]) -> list[int]:
 
     monkeypatch.setattr(Engine, "_round", counted)
     return counts
+
+
+def what_was_drafted(answers: list[Generation]) -> list[list[tuple[int, int]]]:
+    """Of each round the tokens that were drafted and accepted."""
+    return [[(step.drafted, step.accepted) for step in answer.steps] for answer in answers]

@@ -13,7 +13,6 @@ from methods.hydra_heads.train import fresh_heads
 from specbench.decoding.model.staged_model import StagedModel
 from tests.support.decoding import random_pair
 
-PROMPT = [3, 9, 27, 11, 33, 29, 17]
 TREE = [[0], [1], [0, 0], [2], [0, 1], [1, 0], [0, 0, 0], [1, 0, 2]]
 KINDS = {"hydra": (False, False), "hydra++": (True, False), "hydra++, own heads": (True, True)}
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from transformers import LlamaConfig
@@ -17,15 +19,29 @@ from methods.eagle.chain import chained
 from methods.eagle.checkpoint import save_eagle
 from methods.eagle.model import EagleModel
 from methods.kangaroo.adapter import Adapter, adapter_config, save_adapter
+from methods.oracle import Oracle
 from methods.states import key_of
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import NORMED, Batch, Draft
-from tests.support.decoding import random_pair
+from specbench.models.expansion import Expansion, expand_model
+from tests.support.decoding import PROMPT, random_pair
 from tests.support.lossless import cases
+from tests.support.models import byte_tokenizer
 
+Model = TypeVar("Model", bound=torch.nn.Module)
+# Of an expanded target, but for the vocabulary.
+WIDE = {
+    "model_type": "llama",
+    "hidden_size": 96,
+    "intermediate_size": 128,
+    "num_hidden_layers": 10,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 24,
+}
 TAUGHT = 40  # tokens of each text at most, so that no short one is padded far
 
 
@@ -43,6 +59,19 @@ def padded_pair():
     narrow = copy.deepcopy(pair.draft)
     narrow.resize_token_embeddings(56)
     return type(pair)(**(vars(pair) | {"draft": narrow, "vocab_size": 50}))
+
+
+def with_tokenizer(arch: str):
+    """A random pair that a datastore can be made for."""
+    pair = random_pair(arch)
+    return type(pair)(**vars(pair), tokenizer=byte_tokenizer())
+
+
+def expanded_pair(pair, shape: dict):
+    """The same pair with a target that computes the same at the dimensions of a configuration."""
+    expansion = Expansion(pair.target.config.to_dict(), shape, "x")
+    target = expand_model(pair.target, expansion, pair.device, torch.float32)
+    return type(pair)(**(vars(pair) | {"target": target, "expansion": expansion}))
 
 
 def trimming(pair, vocab_map: str):
@@ -84,10 +113,15 @@ def randomise(model: torch.nn.Module, loud: str) -> None:
             weight.mul_(5)
 
 
-def teach(module: torch.nn.Module, model: torch.nn.Module, arch: str, steps: int) -> None:
-    """Teaches a drafting model the answers of `lossless.cases`, by the loss of a batch that a module gives.
+def norm(states: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return weight * states / (states.pow(2).mean(-1, keepdim=True) + eps).sqrt()
 
-    The batch has the end of each text, with the target's states of it: no step computes these again.
+
+def taught(module: torch.nn.Module, model: Model, arch: str, steps: int) -> Model:
+    """The drafting model once it learnt the answers of `lossless.cases`, so that it is right now and then.
+
+    A module gives the loss of a batch, which has the end of each text, with the target's states of it: no step computes
+    these again.
     """
     texts = [prompt + answer for prompt, _, _, answer in cases(arch)]
     longest = max(map(len, texts))
@@ -105,6 +139,7 @@ def teach(module: torch.nn.Module, model: torch.nn.Module, arch: str, steps: int
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+    return model.requires_grad_(False)
 
 
 def fit(model: CachedLayer, arch: str, steps: int = 15) -> CachedLayer:
@@ -164,8 +199,41 @@ def drafts(drafter: Drafter, pair, temperature: float) -> list[tuple[torch.Tenso
         return draft
 
     drafter.draft = record
-    prompt = [3, 9, 27, 11, 33, 29, 17]
     Engine(StagedModel(pair.target), drafter, frozenset()).answer(
-        prompt, SamplingParams(28, temperature), seed=5
+        PROMPT, SamplingParams(28, temperature), seed=5
     )
     return seen
+
+
+def assert_drafts_the_same(made: Callable, pair, wide, prompt: list[int], cap: int) -> Drafter:
+    """In every round of an answer on a pair and on its expanded one; returns the drafter of the latter.
+
+    made: the drafter for a pair.
+    """
+    drafted: list[Draft] = []
+    for which in (pair, wide):
+        drafter = made(which)
+        inner = drafter.draft
+        drafter.draft = lambda batch, inner=inner: drafted.append(draft := inner(batch)) or draft
+        Engine(StagedModel(which.target), drafter, frozenset()).answer(prompt, SamplingParams(cap))
+    half = len(drafted) // 2
+    assert half > 2 and len(drafted) == 2 * half
+    for one, two in zip(drafted[:half], drafted[half:]):
+        assert torch.equal(one.tokens, two.tokens) and (one.tree is None) == (two.tree is None)
+        assert one.tree is None or torch.equal(one.tree.parents, two.tree.parents)
+    return drafter
+
+
+def assert_an_oracle_proposes_in_place_of(method: str, weights: str) -> None:
+    """An oracle at the cost of a method: two right tokens and a wrong one, token by token, even if it guesses all at
+    once.
+
+    method: the `_target_` of its configuration.
+    """
+    pair = random_pair("llama")
+    config = {"_target_": method, "name": "costly", "weights": weights}
+    drafter = Oracle(pair, config, [1.0, 1.0, 0.0], cost_of="costly", max_draft_tokens=4)
+    prompt, cap, _, answer = cases("llama")[6]
+    drafter.set_reference_answers([prompt], [answer])
+    said = Engine(StagedModel(pair.target), drafter, frozenset()).answer(prompt, SamplingParams(cap))
+    assert said.tokens == answer and {s.accepted for s in said.steps if s.drafted > 2} == {2}

@@ -9,10 +9,8 @@ from methods.sps import SpeculativeSampling
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
-from tests.support.decoding import random_pair
+from tests.support.decoding import PROMPT, random_pair
 from tests.support.methods import drafts
-
-PROMPT = [3, 9, 27, 11, 33, 29, 17]
 
 
 def mirror(pair, placement: str = "inline", **settings) -> MirrorSD:

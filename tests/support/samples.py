@@ -73,6 +73,7 @@ SUMMARY = {
     "verification": "token",
     "draft_length": "constant",
     "engine": None,
+    "drift": {},
     "likelihood": {},
     "status": "complete",
     "failed": 0,

@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from specbench.decoding.cpu import compiled_layers, native
-from specbench.measure.machine import provenance, speed
+from specbench.measure.machine import bandwidth, provenance, speed
 from specbench.measure.records import run_folder
 from specbench.measure.records.source import source_sha256
 from specbench.system.files import make_folder
@@ -62,8 +62,8 @@ def _known_machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             (cache_of_tests / "engines").symlink_to(USERS_CACHE / "engines")
         patch.setenv("SPECBENCH_CACHE", str(cache_of_tests))
         patch.setattr(speed, "probe", lambda device: dict(QUIET))
-        of_gpu = partial(provenance.buffer_bytes, "cuda")
-        patch.setattr(provenance, "buffer_bytes", lambda kind: of_gpu() if kind == "cuda" else 2**20)
+        of_gpu = partial(bandwidth.buffer_bytes, "cuda")
+        patch.setattr(bandwidth, "buffer_bytes", lambda kind: of_gpu() if kind == "cuda" else 2**20)
         patch.setattr(provenance, "versions", cache(provenance.versions))
         once = cache(source_sha256)
         for module in (run_folder, provenance):

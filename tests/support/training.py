@@ -8,6 +8,7 @@ from itertools import islice, product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from omegaconf import DictConfig
 
 from specbench.data.training import LOG
@@ -61,6 +62,10 @@ def training_overrides(workplace: Path, out: Path, *more: str) -> list[str]:
 def training_settings(name: str, workplace: Path, out: Path, *more: str) -> DictConfig:
     """The configuration of a trainer with those arguments."""
     return composed(name, *training_overrides(workplace, out, *more))
+
+
+def batch_of(ids: list[list[int]], said: list[list[float]]) -> dict[str, torch.Tensor]:
+    return {"input_ids": torch.tensor(ids), "loss_weight": torch.tensor(said, dtype=torch.float32)}
 
 
 def strided(batches: Iterable[Batch]) -> Batches:

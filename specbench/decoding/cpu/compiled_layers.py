@@ -22,7 +22,7 @@ from specbench.decoding.cpu.grouped_attention import NAME as GROUPED
 from specbench.decoding.cpu.grouped_attention import attending, grouped_attention_config, is_plain
 from specbench.decoding.cpu.lean_modules import M, lean_copy
 from specbench.decoding.cpu.native import COMPILERS, MOST_TOKENS, compiler, has_kernel, processor
-from specbench.decoding.cpu.packed_linear import JoinedLinear, PackedLinear, packed_weights
+from specbench.decoding.cpu.packed_linear import FusedSlice, PackedLinear, packed_weights
 from specbench.system.errors import one_line, warn
 from specbench.system.files import make_folder
 from specbench.system.paths import cache_folder
@@ -277,17 +277,17 @@ class CompiledLayer(torch.nn.Module):
         owners = [self.layer.get_submodule(name.rpartition(".")[0]) for name in self._names]
         leaves = [name.rpartition(".")[2] for name in self._names]
         before = [owner.__dict__.get(leaf) for owner, leaf in zip(owners, leaves)]
-        parts = [part for part in self.layer.modules() if isinstance(part, JoinedLinear)]
-        joined = [(part._joined, part._joined.biases) for part in parts if part._index == 0]
+        parts = [part for part in self.layer.modules() if isinstance(part, FusedSlice)]
+        fused = [(part._fused, part._fused.biases) for part in parts if part._index == 0]
         inputs = dict(zip(map(id, self._tensors), tensors))
         for owner, leaf, tensor in zip(owners, leaves, tensors):
             owner.__dict__[leaf] = tensor
-        for product, biases in joined:
+        for product, biases in fused:
             product.biases = tuple(inputs.get(id(bias)) for bias in biases)
         try:
             yield
         finally:
-            for product, biases in joined:
+            for product, biases in fused:
                 product.biases = biases
             for owner, leaf, original in zip(owners, leaves, before):
                 if original is None:
@@ -314,16 +314,16 @@ class CompiledLayer(torch.nn.Module):
         def product(number: int, rows: int, states: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
             return torch.ops.specbench.layer_product(states, bias, number, rows)
 
-        for number, laid in enumerate(self.products):
-            vars(laid)["times"] = partial(product, number, laid.weight.shape[0])
+        for number, packed in enumerate(self.products):
+            vars(packed)["times"] = partial(product, number, packed.weight.shape[0])
         for part in linears:
-            vars(part)["forward"] = lambda states, part=part: part._laid.times(states, part.bias)
+            vars(part)["forward"] = lambda states, part=part: part._packed.times(states, part.bias)
         try:
             with attending(config, NAME):
                 yield
         finally:
-            for laid in self.products:
-                vars(laid).pop("times", None)
+            for packed in self.products:
+                vars(packed).pop("times", None)
             for part in linears:
                 vars(part).pop("forward", None)
 
@@ -382,7 +382,7 @@ def _reason(error: Exception) -> str:
 
 def _tensors(layer: torch.nn.Module) -> tuple[list[str], list[torch.Tensor]]:
     """All other tensors of a layer, with their names: the function's inputs, so that layers can share it."""
-    matrices = {id(part.weight) for part in layer.modules() if isinstance(part, JoinedLinear | PackedLinear)}
+    matrices = {id(part.weight) for part in layer.modules() if isinstance(part, FusedSlice | PackedLinear)}
     tensors = dict([*layer.named_parameters(), *layer.named_buffers()])
     tensors = {name: tensor for name, tensor in tensors.items() if id(tensor) not in matrices}
     return [*tensors], [*tensors.values()]

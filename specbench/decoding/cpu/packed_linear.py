@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 FEW = 64  # tokens of a product: with more, a weight in bfloat16 is worth turning into float32 first
 DRAFT = 6  # tokens that oneDNN's kernel is asked for: the pending one and five drafted ones
-# Numbers of a weight that is joined. The outputs of a joint product are slices of one tensor, which later operations
+# Numbers of a fused weight. The outputs of a joint product are slices of one tensor, which later operations
 # read more slowly where there are several tokens: with small matrices that costs more than fewer calls gain.
 LEAST_JOINED = 2**16
 LARGE = 2**19  # numbers of a weight in float32 from which on several tokens read it faster in blocks
@@ -248,14 +248,14 @@ def _is_for_torch(states: torch.Tensor, weight: torch.Tensor) -> bool:
 class PackedLinear(torch.nn.Linear):
     """A linear layer whose products read what is made of its weight; `weight` itself is always a plain tensor."""
 
-    _laid: PackedWeight
+    _packed: PackedWeight
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """States [..., in] -> [..., out]."""
-        laid, weight = self._laid, self.weight
-        if laid.is_plain or laid.weight is not weight or not input.is_cpu or _is_for_torch(input, weight):
+        packed, weight = self._packed, self.weight
+        if packed.is_plain or packed.weight is not weight or not input.is_cpu or _is_for_torch(input, weight):
             return linear(input, weight, self.bias)
-        return laid.times(input, self.bias)
+        return packed.times(input, self.bias)
 
 
 class FusedLinear:
@@ -273,13 +273,13 @@ class FusedLinear:
         biases: Sequence[torch.Tensor | None],
         copies: bool = True,
     ):
-        self.laid, self.biases = PackedWeight(weights, copies), tuple(biases)
+        self.packed, self.biases = PackedWeight(weights, copies), tuple(biases)
         self._sizes = [len(weight) for weight in weights]
         self._states: torch.Tensor | None = None  # that the outputs belong to
         self._outputs: tuple[torch.Tensor, ...] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return FusedLinear, (self.laid.weights, self.biases, self.laid.copies)
+        return FusedLinear, (self.packed.weights, self.biases, self.packed.copies)
 
     def output(self, states: torch.Tensor, index: int) -> torch.Tensor | None:
         """The output of the layer of an index; None where it must be computed by itself.
@@ -289,7 +289,7 @@ class FusedLinear:
         if index == 0:
             biases = [bias for bias in self.biases if bias is not None]
             bias = torch.cat(biases) if biases else None
-            self._states, self._outputs = states, self.laid.times(states, bias).split(self._sizes, -1)
+            self._states, self._outputs = states, self.packed.times(states, bias).split(self._sizes, -1)
         elif self._states is not states:
             return None
         output = self._outputs[index]
@@ -298,19 +298,19 @@ class FusedLinear:
         return output
 
 
-class JoinedLinear(torch.nn.Linear):
+class FusedSlice(torch.nn.Linear):
     """A linear layer that is one of several in a joint product."""
 
-    _joined: FusedLinear
+    _fused: FusedLinear
     _index: int
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """States [..., in] -> [..., out]."""
-        joined, index = self._joined, self._index
+        fused, index = self._fused, self._index
         output = None
-        same = self.weight is joined.laid.weights[index] and self.bias is joined.biases[index]
+        same = self.weight is fused.packed.weights[index] and self.bias is fused.biases[index]
         if same and not _is_for_torch(input, self.weight):
-            output = joined.output(input, index)
+            output = fused.output(input, index)
         return linear(input, self.weight, self.bias) if output is None else output
 
 
@@ -332,21 +332,21 @@ def pack_linears(*modules: torch.nn.Module) -> None:
         *modules: with the layers; copies of them that share weights must be made after this.
     """
     parts = [part for module in modules for part in module.modules()]
-    copies = _have_room([part.weight for part in parts if _can_lay(part)])
+    copies = _have_room([part.weight for part in parts if _can_pack(part)])
     for parent in parts:
         for names in SIBLINGS:
             layers: list[Any] = [getattr(parent, name, None) for name in names]
-            if _can_join(layers):
-                joined = FusedLinear(
+            if _can_fuse(layers):
+                fused = FusedLinear(
                     [layer.weight for layer in layers], [layer.bias for layer in layers], copies
                 )
                 for index, layer in enumerate(layers):
-                    layer.__class__ = JoinedLinear
-                    layer.__dict__.update(_joined=joined, _index=index)
+                    layer.__class__ = FusedSlice
+                    layer.__dict__.update(_fused=fused, _index=index)
     for other in parts:
-        if _can_lay(other):
+        if _can_pack(other):
             other.__class__ = PackedLinear
-            other.__dict__["_laid"] = PackedWeight([cast("torch.nn.Parameter", other.weight)], copies)
+            other.__dict__["_packed"] = PackedWeight([cast("torch.nn.Parameter", other.weight)], copies)
 
 
 def _have_room(weights: Sequence[Any]) -> bool:
@@ -368,8 +368,8 @@ def _copies_of(weight: torch.Tensor) -> int:
     return len({*_layouts(weight)} - {as_it_is})
 
 
-def _can_lay(layer: Any) -> bool:
-    """Whether a layer is a frozen linear layer of plain numbers that is not laid out yet.
+def _can_pack(layer: Any) -> bool:
+    """Whether a layer is a frozen linear layer of plain numbers that is not packed yet.
 
     A quantised one is another class, or its weight is: both stay what they are.
     """
@@ -377,9 +377,9 @@ def _can_lay(layer: Any) -> bool:
     return type(weight) is torch.nn.Parameter and not (weight.requires_grad or weight.is_inference())
 
 
-def _can_join(layers: Sequence[Any]) -> bool:
-    """Whether layers are better one product: all can be laid out, and they are of one kind, large, and in memory."""
-    if not all(map(_can_lay, layers)) or any(hasattr(layer, "_hf_hook") for layer in layers):
+def _can_fuse(layers: Sequence[Any]) -> bool:
+    """Whether layers are better one product: all can be packed, and they are of one kind, large, and in memory."""
+    if not all(map(_can_pack, layers)) or any(hasattr(layer, "_hf_hook") for layer in layers):
         return False
     kinds = {(part.weight.dtype, part.weight.device, part.in_features, part.bias is None) for part in layers}
     large = min(part.weight.numel() for part in layers) >= LEAST_JOINED
@@ -389,12 +389,12 @@ def _can_join(layers: Sequence[Any]) -> bool:
 def packed_weights(modules: Iterable[torch.nn.Module]) -> list[PackedWeight]:
     """The weights of modules' products: first the joint ones, then those of single layers."""
     parts = [part for module in modules for part in module.modules()]
-    joined = [part._joined.laid for part in parts if isinstance(part, JoinedLinear) and part._index == 0]
-    return [*joined, *(part._laid for part in parts if isinstance(part, PackedLinear))]
+    fused = [part._fused.packed for part in parts if isinstance(part, FusedSlice) and part._index == 0]
+    return [*fused, *(part._packed for part in parts if isinstance(part, PackedLinear))]
 
 
 def packed_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> torch.nn.Linear:
-    """A frozen linear layer of a weight [out, in] and a bias [out], laid out; the weight given stays as it is."""
+    """A frozen linear layer of a weight [out, in] and a bias [out], packed; the weight given stays as it is."""
     rows, columns = weight.shape
     layer = torch.nn.Linear(columns, rows, bias=bias is not None, device="meta")
     with torch.inference_mode(False):

@@ -16,7 +16,8 @@ import time
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
-from specbench.measure.machine import provenance
+from specbench.measure.machine import bandwidth
+from specbench.measure.machine.hardware import cpu_model
 from specbench.system.errors import UserError, warn
 from specbench.system.files import write_atomic
 from specbench.system.paths import cache_folder
@@ -66,9 +67,9 @@ def probe(device: torch.device) -> Figures:
     """
     import torch
 
-    sums = provenance.SUMS[device.type]
+    sums = bandwidth.SUMS[device.type]
     size, count = SIZE[device.type], OPERATIONS_TIMED[device.type]
-    seconds = partial(provenance.seconds_of, device)
+    seconds = partial(bandwidth.seconds_of, device)
     with torch.inference_mode():
         buffer = torch.ones(_buffer_bytes(device.type) // 4, device=device)
         # On a GPU all of it each time: a part would stay in its cache.
@@ -89,7 +90,7 @@ def _buffer_bytes(kind: str) -> int:
     """On a CPU twice its caches, within bounds: read in order, no part of it is still in them."""
     if kind != "cpu":
         return GPU_BYTES
-    return min(max(LEAST_BYTES, 2 * provenance.last_level_cache_bytes()), MOST_BYTES)
+    return min(max(LEAST_BYTES, 2 * bandwidth.last_level_cache_bytes()), MOST_BYTES)
 
 
 def machine_key(device: torch.device) -> str:
@@ -98,7 +99,7 @@ def machine_key(device: torch.device) -> str:
 
     threads = torch.get_num_threads()
     parts = [
-        provenance.cpu_model(),
+        cpu_model(),
         f"{len(own_cores())} of {os.cpu_count()} cores",
         f"{threads} thread{'s' if threads > 1 else ''}",
         f"torch {torch.__version__}",

@@ -32,8 +32,8 @@ def acceptance_length_by_answer(rounds: pd.DataFrame) -> float | None:
 
 
 def accepted_per_verified(rounds: pd.DataFrame) -> float | None:
-    """Tokens said per token that the target verified, without padding: (accepted + passes) / (drafted + passes)."""
-    return ratio(rounds["accepted"].sum() + len(rounds), rounds["drafted"].sum(skipna=False) + len(rounds))
+    """Tokens emitted per token that the target verified, without padding: emitted / (drafted + passes)."""
+    return ratio(rounds["emitted"].sum(), rounds["drafted"].sum(skipna=False) + len(rounds))
 
 
 def acceptance_rate(rounds: pd.DataFrame) -> float | None:
@@ -125,10 +125,18 @@ def mbsu(rounds: pd.DataFrame, target_pass_bytes: int | None) -> float | None:
     """
     if target_pass_bytes is None:
         return None
-    # The sequences of a batch share what a pass reads; so do those of the batch of autoregressive decoding beside it.
-    emitted = (rounds["emitted"] / rounds["sequences"]).sum()
-    read = ((rounds["draft_bytes"] + rounds["target_bytes"]) / rounds["sequences"]).sum(skipna=False)
-    return ratio(emitted * target_pass_bytes, read)
+    parts = mbsu_parts(rounds, target_pass_bytes)
+    return ratio(parts["above"].sum(), parts["below"].sum(skipna=False))
+
+
+def mbsu_parts(rounds: pd.DataFrame, target_pass_bytes: int) -> pd.DataFrame:
+    """Of each round the bytes that autoregressive decoding reads for its tokens (`above`), and those it read (`below`).
+
+    The sequences of a batch share what a pass reads; so do those of the batch of autoregressive decoding beside it.
+    """
+    emitted, read = rounds["emitted"], rounds["draft_bytes"] + rounds["target_bytes"]
+    above, below = emitted * target_pass_bytes / rounds["sequences"], read / rounds["sequences"]
+    return rounds.assign(above=above, below=below)[["above", "below"]]
 
 
 def ratio(numerator: float, denominator: float) -> float | None:

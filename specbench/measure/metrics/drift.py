@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 NUMBERS = ("speedup", "speedup_low", "speedup_high", "acceptance_length")
 
 
-def thirds(records: list[dict], measured: MetricInput) -> dict[str, dict]:
+def drift(records: list[dict], measured: MetricInput) -> dict[str, dict]:
     """The numbers of the first and the last third of the questions, in the order in which they were asked.
 
     Args:
@@ -34,7 +34,7 @@ def thirds(records: list[dict], measured: MetricInput) -> dict[str, dict]:
     return {"first": numbers_of(set(question_ids[:count])), "last": numbers_of(set(question_ids[-count:]))}
 
 
-def thirds_lines(by_third: dict[str, dict]) -> list[str]:
+def drift_lines(by_third: dict[str, dict]) -> list[str]:
     """A line about both thirds, for the foot of a run's table."""
     if not by_third:
         return []

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from specbench.config.spec import AGAIN, BASELINE, METHOD, OWN_LOOP
 from specbench.measure.metrics.acceptance import ratio
 from specbench.measure.metrics.metrics import equivalence, speedups
-from specbench.measure.metrics.timing import ARMS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     import pandas as pd
 
 SURPRISE = 4.0  # standard errors: by chance beyond them once in 16,000 times
+RARE = 1e-4  # p value of the least likely tokens
+GRAIN = 2.0**-24  # how often a random number in single precision is exactly 0, which draws any first token
 TINY = 1e-12  # in place of no variance
-AGAIN, OWN_LOOP = "again", "own_loop"  # arms
 MOMENTS = ("surprise", "variance", "third", "blurred_surprise", "blurred_variance", "blurred_third")
 
 
@@ -36,8 +37,8 @@ def engine_numbers(records: list[dict], generations: pd.DataFrame, facts: dict) 
     engine = facts.get("engine")
     if engine is None:
         return None
-    twice = generations[generations["arm"].isin([ARMS["engine"], AGAIN])]
-    again, _ = speedups(twice.replace({"arm": {AGAIN: "method"}}), ARMS["engine"], facts["unit"])
+    twice = generations[generations["arm"].isin([BASELINE, AGAIN])]
+    again, _ = speedups(twice.replace({"arm": {AGAIN: METHOD}}), BASELINE, facts["unit"])
     loop = generations[generations["arm"] == OWN_LOOP]
     return engine | {
         "again": {"speedup": again.value, "low": again.low, "high": again.high},
@@ -51,6 +52,7 @@ def likelihoods(records: list[dict]) -> dict[str, dict]:
 
     - logprob: mean log p of a token.
     - standard_errors: how many the tokens are less likely than drawn ones (negative), or likelier.
+    - rare_p: p value of the least likely tokens, as `rare_p` has it; None in older records.
     - lean: how many the method's lean towards its drafts (positive), or away from them; None where no chain was drawn.
     """
     turns = (turn.get("likelihood") for record in records for turn in record["turns"])
@@ -58,7 +60,7 @@ def likelihoods(records: list[dict]) -> dict[str, dict]:
     if not drawn:
         return {}
     by_arm = {}
-    for arm in (ARMS["engine"], "method"):
+    for arm in (BASELINE, METHOD):
         answers = [one[arm] for one in drawn]
         logprob, tokens = (sum(one[key] for one in answers) for key in ("logprob", "tokens"))
         leans = [
@@ -68,6 +70,7 @@ def likelihoods(records: list[dict]) -> dict[str, dict]:
         by_arm[arm] = {
             "logprob": ratio(logprob, tokens),
             "standard_errors": errors_of(answers),
+            "rare_p": rare_p(answers) if all("rarest" in one for one in answers) else None,
             "lean": total / math.sqrt(variance) if variance > 0.0 else None,
         }
     return by_arm
@@ -87,6 +90,37 @@ def errors_of(likelihoods: Sequence[Mapping[str, float]]) -> float:
     expected, variance, third = blurred
     others = standard_errors(surprise - expected, variance, third)
     return 0.0 if errors * others < 0 else min(errors, others, key=abs)
+
+
+def rare_p(likelihoods: Sequence[Mapping[str, Any]]) -> float:
+    """How probable it is that drawn tokens have some as unlikely as the least likely ones of some answers.
+
+    For each of the few least likely ones: that so many of all tokens are as unlikely, by the binomial distribution. The
+    least of these p values counts.
+
+    Args:
+        likelihoods: of the answers, as `Likelihood` has them.
+    """
+    tokens = sum(one["tokens"] for one in likelihoods)
+    most = max(len(one["rarest"]) for one in likelihoods)
+    rarest = sorted(chance for one in likelihoods for chance in one["rarest"])[:most]
+    if not rarest:
+        return 1.0
+    from scipy import stats  # late, as below
+
+    chances = (min(chance + GRAIN, 1.0) for chance in rarest)
+    return min(float(stats.binom.sf(rarer, tokens, chance)) for rarer, chance in enumerate(chances))
+
+
+def is_off(errors: float, rare: float | None, lean: float | None = None) -> bool:
+    """Whether tokens are not drawn as the target draws them; NaN, of logits that are none, is no approval.
+
+    Args:
+        errors: standard errors off.
+        rare: p value of the least likely tokens, if there is one.
+        lean: standard errors of a lean towards the drafts, if it was measured.
+    """
+    return not (abs(errors) <= SURPRISE and abs(lean or 0.0) <= SURPRISE and (rare is None or rare >= RARE))
 
 
 def standard_errors(surprise: float, variance: float, third: float = 0.0) -> float:

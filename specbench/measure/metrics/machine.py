@@ -31,7 +31,7 @@ def machine(records: list[dict]) -> dict[str, float | int | None]:
     seconds = sum(one["counters"]["seconds"] for one in watched)
     if not seconds:
         return {}
-    first = [one["counters"]["seconds"] / one["goes"] for one in watched]
+    first = [one["counters"]["seconds"] / one["attempts"] for one in watched]
 
     def share(name: str) -> float | None:
         if any(one[name] is None for one in watched):
@@ -51,7 +51,7 @@ def machine(records: list[dict]) -> dict[str, float | int | None]:
     return {
         "disturbed_share": share("disturbed_share"),
         "still_disturbed_share": share("still_disturbed_share"),
-        "measured_again": sum(one["goes"] > 1 for one in watched),
+        "measured_again": sum(one["attempts"] > 1 for one in watched),
         "others_cores": rate("others"),
         "waited_share": rate("waited"),
         "stolen_share": rate("stolen"),

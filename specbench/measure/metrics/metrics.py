@@ -10,7 +10,7 @@ from functools import cached_property
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from specbench.config.spec import POOL, QUESTION, RunSpec
+from specbench.config.spec import BASELINE, METHOD, POOL, QUESTION, RunSpec
 from specbench.data.ngrams import ngrams
 from specbench.measure.metrics.acceptance import (
     acceptance_at_positions,
@@ -29,7 +29,6 @@ from specbench.measure.metrics.acceptance import (
 )
 from specbench.measure.metrics.statistics import Speedup, over_passes, speedup
 from specbench.measure.metrics.timing import (
-    ARMS,
     columns_of,
     paired_seconds,
     passes_seconds,
@@ -83,12 +82,12 @@ class MetricInput:
     @cached_property
     def method(self) -> pd.DataFrame:
         """Answers of the method."""
-        return self.generations[self.generations["arm"] == "method"]
+        return self.generations[self.generations["arm"] == METHOD]
 
     @cached_property
     def rounds(self) -> pd.DataFrame:
         """Rounds of the method."""
-        return self.steps[self.steps["arm"] == "method"]
+        return self.steps[self.steps["arm"] == METHOD]
 
     @cached_property
     def turns(self) -> pd.DataFrame:
@@ -143,10 +142,10 @@ def spec_bench_speedup(turns: pd.DataFrame, reference: str) -> float | None:
     Tokens are generated ids in both arms; Spec-Bench counts the baseline's from its text, which favours the
     method.
     """
-    timed = turns[["tokens", "seconds"]].loc[:, (slice(None), [reference, "method"])]
+    timed = turns[["tokens", "seconds"]].loc[:, (slice(None), [reference, METHOD])]
     sums = question_sums(timed)
     rates = sums["tokens"] / sums["seconds"]
-    return ratio(rates["method"].sum(), rates[reference].sum())
+    return ratio(rates[METHOD].sum(), rates[reference].sum())
 
 
 def ceiling_rate(rounds: pd.DataFrame, facts: dict) -> float | None:
@@ -193,7 +192,7 @@ def distinct_4grams(records: list[dict]) -> float | None:
 
     An answer that repeats itself is easy to draft by look-up: a low share says that lengths are flattered.
     """
-    arm = ARMS["engine"]
+    arm = BASELINE
     answers = {
         (record["question_id"], turn["turn"], record["repeat"]): turn["arms"][arm][0]["tokens"]
         for record in records
@@ -287,6 +286,7 @@ METRICS = {
     "speedup": Metric(lambda m: m.speedups[0].value, timed=True),
     "speedup_low": Metric(lambda m: m.speedups[0].low, timed=True),
     "speedup_high": Metric(lambda m: m.speedups[0].high, timed=True),
+    "speedup_freedom": Metric(lambda m: m.speedups[0].freedom, timed=True),
     "speedup_questions": Metric(lambda m: len(m.seconds)),
     "passes_low": Metric(lambda m: m.speedups[1].low, timed=True),
     "passes_high": Metric(lambda m: m.speedups[1].high, timed=True),

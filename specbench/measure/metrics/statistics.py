@@ -7,7 +7,7 @@ or processes, how far it would move if the same ones were measured again.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -26,12 +26,14 @@ Run = Sequence[Sequence[float]]  # the columns of `quotient`, [questions] or [ru
 class Speedup:
     """Sum of reference seconds / sum of method seconds, and the bounds of its 95 % interval.
 
-    The bounds are None of fewer than 6 questions, or 2 pools.
+    The bounds are None of fewer than 6 questions, or 2 pools. `freedom` are the degrees of freedom of Student's t in
+    them; of a joined interval those that Welch and Satterthwaite give its parts together.
     """
 
     value: float | None
     low: float | None
     high: float | None
+    freedom: float | None = field(default=None, compare=False)
 
     @property
     def width(self) -> float | None:
@@ -195,11 +197,25 @@ def _jackknife(
         return Speedup(value, None, None)
     from scipy.special import stdtrit  # here, for who only reads a summary needs none of it
 
-    squares = [
-        _variance(statistic(rest)) * stdtrit(rest[0].size - 1, 0.5 + CONFIDENCE / 2) ** 2 for rest in rests
-    ]
-    factor = float(np.exp(np.sqrt(sum(squares))))
-    return Speedup(value, value / factor, value * factor)
+    variances = np.array([_variance(statistic(rest)) for rest in rests])
+    degrees = np.array([rest[0].size - 1 for rest in rests])
+    factor = float(np.exp(np.sqrt((variances * stdtrit(degrees, 0.5 + CONFIDENCE / 2) ** 2).sum())))
+    spread = np.square(variances).sum()
+    freedom = variances.sum() ** 2 / (np.square(variances) / degrees).sum() if spread else degrees.min()
+    return Speedup(value, value / factor, value * factor, float(freedom))
+
+
+def widened(interval: Speedup, count: int) -> Speedup:
+    """A 95 % interval at the level that one of `count` intervals needs (Bonferroni), widened in its logarithm."""
+    value, low, high, freedom = interval.value, interval.low, interval.high, interval.freedom
+    if value is None or low is None or high is None:
+        return interval
+    from scipy.special import stdtrit  # as above
+
+    tail = (1 - CONFIDENCE) / 2
+    t = stdtrit(np.inf if freedom is None else freedom, [1 - tail, 1 - tail / count])
+    wider = float(t[1] / t[0])
+    return Speedup(value, value * (low / value) ** wider, value * (high / value) ** wider, freedom)
 
 
 def _are_ratios(ratios: Sequence[np.ndarray]) -> bool:

@@ -12,12 +12,18 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import pandas as pd
 
-from specbench.config.spec import POOL, QUESTION, RunSpec
+from specbench.config.spec import BASELINE, METHOD, POOL, QUESTION, SINGLE, RunSpec
 from specbench.data.contamination import uncleared_lines
 from specbench.data.warm_start import warm_lines
-from specbench.measure.metrics.acceptance import acceptance_length, acceptance_rate, changed_drafts, ratio
+from specbench.measure.metrics.acceptance import (
+    acceptance_length,
+    acceptance_rate,
+    changed_drafts,
+    mbsu_parts,
+    ratio,
+)
 from specbench.measure.metrics.dataframes import failed_questions, generations_frame, steps_frame
-from specbench.measure.metrics.drift import thirds, thirds_lines
+from specbench.measure.metrics.drift import drift, drift_lines
 from specbench.measure.metrics.engine import engine_numbers, likelihoods
 from specbench.measure.metrics.machine import machine, speed
 from specbench.measure.metrics.metrics import (
@@ -95,7 +101,7 @@ def summary(records: list[dict], facts: dict, config: dict) -> dict:
     spec = RunSpec.of(config, facts["unit"])
     measured = MetricInput(records, generations, steps, facts, ARMS[baseline["quoted_against"]], spec)
     overall = numbers(measured) | _judged(every)
-    apart = thirds(in_order, measured) if spec.learns else {}
+    by_third = drift(in_order, measured) if spec.learns else {}
     source = config.get("settings_source") or {}  # older folders have none
     return {
         "schema": SCHEMA,
@@ -137,12 +143,12 @@ def summary(records: list[dict], facts: dict, config: dict) -> dict:
             | _judged([record for record in every if record["task"] == task])
             for task, of_task in tasks.items()
         },
-        "thirds": apart,
+        "drift": by_third,
         "notes": [
             *(line for owner in spec.owners for line in owner.describe(overall["stats"])),
             *warm_lines(facts.get("training", {})),
             *uncleared_lines(facts.get("training", {}), facts.get("questions")),
-            *thirds_lines(apart),
+            *drift_lines(by_third),
         ],
         "equivalence": overall["equivalence"],
         "baseline": baseline | _judged(every, "baseline_equivalence"),
@@ -175,9 +181,9 @@ def by_question(records: list[dict], reference: str, unit: str) -> pd.DataFrame:
     """
     generations, steps = generations_frame(records), steps_frame(records)
     turns = turn_means(generations)
-    tokens = turns["tokens", "method"].groupby("question_id").sum(min_count=1)
+    tokens = turns["tokens", METHOD].groupby("question_id").sum(min_count=1)
     seconds = paired_seconds(turns, reference) if unit == QUESTION else pd.DataFrame()
-    rounds = dict(list(steps[steps["arm"] == "method"].groupby("question_id")))
+    rounds = dict(list(steps[steps["arm"] == METHOD].groupby("question_id")))
     of_question: dict[int, list[dict]] = {}
     for record in records:
         of_question.setdefault(record["question_id"], []).append(record)
@@ -250,7 +256,7 @@ def faster_baseline(generations: pd.DataFrame) -> tuple[str, dict[str, float | N
 
 def single_rate(generations: pd.DataFrame) -> float | None:
     """Tokens per second of autoregressive decoding at batch size 1; None where it is the baseline and no own arm."""
-    single = generations[generations["arm"] == "single"]
+    single = generations[generations["arm"] == SINGLE]
     return ratio(single["tokens"].sum(), single["seconds"].sum())
 
 
@@ -342,19 +348,16 @@ def parts(records: list[dict], what: str, unit: str, target_pass_bytes: int | No
     """
     if what in COUNTED:
         steps = steps_frame(records)
-        rounds = steps[steps["arm"] == "method"]
+        rounds = steps[steps["arm"] == METHOD]
         if what == "mbsu" and rounds[["draft_bytes", "target_bytes"]].isna().any(axis=None):
             rounds = rounds.iloc[:0]  # as in the summary: those whose bytes are known are rounds of one kind
         by = [rounds[name] for name in (("pool", "repeat") if unit == POOL else ("question_id",))]
         if what == "acceptance_length":
             return pd.DataFrame({"above": rounds["emitted"], "below": 1}).groupby(by).sum()
-        whole_pass = target_pass_bytes or steps.loc[steps["arm"] == ARMS["engine"], "target_bytes"].max()
-        # The sequences of a batch share what a pass reads, in autoregressive decoding, too.
-        above = rounds["emitted"] / rounds["sequences"] * whole_pass
-        read = (rounds["draft_bytes"] + rounds["target_bytes"]) / rounds["sequences"]
-        return pd.DataFrame({"above": above, "below": read}).groupby(by).sum()
+        whole_pass = target_pass_bytes or steps.loc[steps["arm"] == BASELINE, "target_bytes"].max()
+        return mbsu_parts(rounds, whole_pass).groupby(by).sum()
     generations = generations_frame(records)
-    single = what == "throughput" and (generations["arm"] == "single").any()
-    reference = "single" if single else ARMS["engine"]
+    single = what == "throughput" and (generations["arm"] == SINGLE).any()
+    reference = SINGLE if single else BASELINE
     seconds = unit_seconds(generations, reference, unit)
     return seconds.rename(columns={"reference": "above", "method": "below"})

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
-from specbench.config.spec import POOL, QUESTION
+from specbench.config.spec import BASELINE, HF, METHOD, POOL, QUESTION, SINGLE
 from specbench.measure.metrics.dataframes import GENERATION_COLUMNS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-ARMS = {"engine": "baseline", "hf_generate": "hf_generate"}  # what a speedup can be quoted against: its arm
+ARMS = {"engine": BASELINE, "hf_generate": HF}  # what a speedup can be quoted against: its arm
 
 
 def turn_means(generations: pd.DataFrame, by: Sequence[str] = ()) -> pd.DataFrame:
@@ -22,7 +22,7 @@ def turn_means(generations: pd.DataFrame, by: Sequence[str] = ()) -> pd.DataFram
     """
     wide = generations.groupby([*by, "question_id", "turn", "arm"])[list(GENERATION_COLUMNS)].mean()
     return wide.unstack("arm").reindex(
-        columns=pd.MultiIndex.from_product([GENERATION_COLUMNS, [*ARMS.values(), "single", "method"]])
+        columns=pd.MultiIndex.from_product([GENERATION_COLUMNS, [*ARMS.values(), SINGLE, METHOD]])
     )
 
 
@@ -46,13 +46,13 @@ def paired_seconds(turns: pd.DataFrame, reference: str, with_prefill: bool = Tru
         which are in the latter; `reference_tokens` and `method_tokens` after the prefill.
     """
     tokens, seconds, prefill = turns["tokens"], turns["seconds"], turns["prefill_seconds"]
-    untimed = prefill["method"].isna() & with_prefill
+    untimed = prefill[METHOD].isna() & with_prefill
     columns = {
         "reference": seconds[reference] - (0.0 if with_prefill else prefill[reference]),
-        "method": seconds["method"] - (0.0 if with_prefill else prefill["method"]),
-        "decoding": seconds["method"] - prefill["method"].where(~untimed, 0.0),
+        "method": seconds[METHOD] - (0.0 if with_prefill else prefill[METHOD]),
+        "decoding": seconds[METHOD] - prefill[METHOD].where(~untimed, 0.0),
         "reference_tokens": tokens[reference] - 1 + untimed,
-        "method_tokens": tokens["method"] - 1 + untimed,
+        "method_tokens": tokens[METHOD] - 1 + untimed,
     }
     return question_sums(pd.DataFrame(columns))
 

@@ -31,13 +31,19 @@ def migrated_facts(facts: dict) -> dict:
 
 
 def migrated_summary(summary: Any) -> Any:
-    """The content of summary.json with the run's `unit`, `likelihood`, and how drafts were verified: once by token.
+    """The content of summary.json with all keys of today's that have a meaning for older runs.
 
     In older ones a drafter is named where there are batches. What is no summary, or lacks that too, stays as it is.
     """
     if not isinstance(summary, dict):
         return summary
-    summary = {"verification": TOKEN, "draft_length": CONSTANT, "engine": None} | summary
+    added = {
+        "verification": TOKEN,
+        "draft_length": CONSTANT,
+        "engine": None,
+        "drift": summary.get("thirds", {}),
+    }
+    summary = added | summary
     if "likelihood" not in summary:  # once of other engines alone, among their numbers
         arms = (summary["engine"] or {}).get("likelihood") or {}
         summary["likelihood"] = {arm: one for arm, one in arms.items() if one is not None}
@@ -53,6 +59,7 @@ def migrated(records: Iterable[dict]) -> list[dict]:
 
 def _by_repeat(record: dict) -> Iterator[dict]:
     """A record for each repeat: older folders have one for each question, with all repeats in it."""
+    record = record | {"turns": [_watched(turn) for turn in record["turns"]]}
     runs = [len(generations) for turn in record["turns"] for generations in turn["arms"].values()]
     first = record.get("repeat", 0)
     for i in range(max(runs, default=1)):
@@ -68,6 +75,12 @@ def _by_repeat(record: dict) -> Iterator[dict]:
             for turn in record["turns"]
         ]
         yield record | {"repeat": first + i, "process": record.get("process", 0), "turns": turns}
+
+
+def _watched(turn: dict) -> dict:
+    """The turn with the number of its attempts under that name."""
+    machine = turn.get("machine") or {}
+    return turn | {"machine": machine | {"attempts": machine["goes"]}} if "goes" in machine else turn
 
 
 def _generation(generation: dict) -> dict:

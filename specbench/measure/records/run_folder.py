@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from specbench.config.spec import RunSpec, other_engine
+from specbench.config.spec import BASELINE, METHOD, RunSpec, other_engine
 from specbench.data.questions import questions_sha256
 from specbench.measure.records.source import method_sha256, source_sha256
 from specbench.system.errors import UserError, file_errors, one_line
@@ -45,7 +45,7 @@ RECORDS, SUMMARY, STEPS = "records.jsonl", "summary.json", "steps.parquet"
 EXIT_CONTINUE = 75
 FAILURE = "failure.json"  # why the last attempt ended early
 GIVEN_UP = "given_up.json"  # why no command looks for it any more
-ANSWERS = {"method": "answers.jsonl", "baseline": "answers_baseline.jsonl"}
+ANSWERS = {METHOD: "answers.jsonl", BASELINE: "answers_baseline.jsonl"}
 # Configuration that does not change what is measured.
 NOT_MEASURED = ("run_dir", "runs_root", "tracker", "rerun", "leave_out", "settings_source")
 
@@ -339,7 +339,7 @@ def spec_bench_answers(records: list[dict], arm: str, config: dict) -> list[dict
     that it emitted, the bonus token included; the first token of a turn comes from the prefill and is in no round. Each
     choice has its own texts: with greedy decoding they are equal.
     """
-    name = config["method"]["name"] if arm == "method" else "baseline"
+    name = config["method"]["name"] if arm == METHOD else BASELINE
     model_id = f"{config['pair']['name']}-{name}"
     by_question: dict[int, list[dict]] = {}
     for record in records:

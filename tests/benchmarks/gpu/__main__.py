@@ -45,13 +45,13 @@ def main(arguments: list[str] | None = None) -> int:
     if options.part:
         measure(options.part, options, options.seconds, sys.stdout)
         return 0
-    from specbench.measure.machine import provenance
+    from specbench.measure.machine import hardware
     from tests.benchmarks.gpu.answers import alone
     from tests.benchmarks.gpu.parts import PARTS
 
     if unknown := {*(options.methods or ())} - {*alone()}:
         parser.error(f"no method of one sequence is called {', '.join(sorted(unknown))}")
-    machine = provenance.machine()
+    machine = hardware.machine()
     chosen = [name for name in PARTS if not options.parts or name.startswith(tuple(options.parts))]
     options.out.mkdir(parents=True, exist_ok=True)
     begun = time.monotonic()

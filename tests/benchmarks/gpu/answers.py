@@ -23,7 +23,7 @@ from specbench.decoding.state import Request
 from specbench.decoding.trace import Clock, Generation
 from specbench.measure.arms import hf_generate_arm
 from specbench.measure.certify import certify
-from specbench.measure.machine import provenance
+from specbench.measure.machine import hardware
 from specbench.measure.numeric_noise import next_logits, shape_noise
 from specbench.models.pairs import Pair
 from specbench.system.errors import UserError, one_line
@@ -217,9 +217,9 @@ def batches(check: Check) -> None:
             requests = [Request(prompts[i % len(prompts)], decoding) for i in range(b)]
             warm = decoding if isinstance(target.runner, GraphRunner) else SamplingParams(4)
             engine.generate([Request(r.prompt, warm) for r in requests])
-            provenance.reset_peak_memory(check.device)
+            hardware.reset_peak_memory(check.device)
             answers = engine.generate(requests)
-            peak = (provenance.peak_memory(check.device) or 0) / GB
+            peak = (hardware.peak_memory(check.device) or 0) / GB
             spent = decode_seconds(answers)
             tokens = sum(len(a.tokens) - 1 for a in answers)
             same = sum(a.tokens == expected[i % len(prompts)] for i, a in enumerate(answers))

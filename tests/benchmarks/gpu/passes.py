@@ -21,7 +21,8 @@ from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.slots import Slots
 from specbench.decoding.state import Batch, Draft
 from specbench.decoding.trace import Clock
-from specbench.measure.machine import provenance
+from specbench.measure.machine import hardware, provenance
+from specbench.measure.machine.bandwidth import bandwidth as measured_bandwidth
 from specbench.models.devices import prepare_device
 from specbench.models.pairs import Pair, load_pair
 from tests.benchmarks.gpu.figures import COMPILING, GB, MS, REPEATS, Check, Figure, seconds
@@ -43,8 +44,8 @@ def environment(check: Check) -> None:
     prepare_device(check.device)
     check.say(Figure("versions", json.dumps(provenance.versions())))
     check.say(Figure("CUDA", str(torch.version.cuda), note=f"cuDNN {torch.backends.cudnn.version()}"))
-    check.say(Figure("machine", json.dumps(provenance.machine())))
-    check.say(Figure("state", json.dumps(provenance.gpus(provenance.GPU_STATE))))
+    check.say(Figure("machine", json.dumps(hardware.machine())))
+    check.say(Figure("state", json.dumps(hardware.gpus(hardware.GPU_STATE))))
     if check.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(check.device)
         check.say(Figure("free memory", free / GB, "GB", 70, note=f"of {total / GB:.0f}"))
@@ -62,7 +63,7 @@ def bandwidth(check: Check) -> None:
     note = "3000 was seen on an H100, 4300 on an H200"
     check.say(Figure("copy of 8 GiB", copied, "GB/s", 2700, 4500, note))
     if not check.small:
-        measured = provenance.bandwidth(check.device) / GB
+        measured = measured_bandwidth(check.device) / GB
         check.say(Figure("as runs measure it", measured, "GB/s", 2600, 4700, "within 2 % of the first"))
     one, n = torch.zeros(1, device=check.device), 20 if check.small else 1000
 

@@ -1,0 +1,223 @@
+"""The arguments `key=value`: checked for what Hydra would take amiss, and one line for what it cannot compose."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from typing import TYPE_CHECKING, Any
+
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra.errors import (
+    ConfigCompositionException,
+    HydraException,
+    MissingConfigException,
+    OverrideParseException,
+)
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from specbench import CONF
+from specbench.config import resolvers  # noqa: F401 - registers them
+from specbench.config.folders import (
+    base_pair,
+    choices_of,
+    conf_folders,
+    group_file,
+    is_group,
+    no_yaml,
+    own_conf,
+)
+from specbench.system.errors import UserError, suggest
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+NO_KEY = re.compile(r"Could not override '([\w.]+)'")  # as Hydra says it
+PART = re.compile(r"\bpair\.parts\.(\w+)")  # as a YAML reads one
+AMBIGUOUS = re.compile(r"Ambiguous value for argument '(.*)'")  # as Hydra says it
+# In which keys may be new: what reads these groups checks their keys, or takes any.
+OPEN = ("method", "drafter", "pair", "engine", "tracker", "search", "parts", "kinds", "task.tasks")
+NOT_COMPOSED = (HydraException, OmegaConfBaseException, yaml.YAMLError)
+
+
+def check_overrides(arguments: list[str]) -> None:
+    """Checks the command line for what Hydra would silently ignore or take amiss.
+
+    Raises:
+        UserError: A group is chosen twice, of which Hydra takes the last; a choice is no name, such as null; a launcher
+            is chosen where there is no sweep to launch, or a run folder where there is one; a pair has no such key.
+    """
+    overrides: dict[str, str] = {}
+    for argument in arguments:
+        key, equals, value = argument.lstrip("+").partition("=")
+        if key == "drafter" and "glob(" in value:  # Hydra would look into conf/drafter/ alone
+            raise UserError("drafter takes names, not glob(...)")
+        if equals and key in overrides and is_group(key):
+            raise UserError(f"{key} is given twice: {overrides[key]} and {value}")
+        overrides[key] = value
+        group, _, inside = key.partition(".")
+        if equals and group == "pair" and inside:
+            check_pair_keys({inside.partition(".")[0]: None})
+        for choice in value.split(",") if is_group(key) else []:
+            # Hydra wants text, and says no key.
+            if re.fullmatch(r"null|true|false|[\d.+-]*", choice, re.IGNORECASE):
+                raise UserError(f"unknown {key} '{choice}': {suggest(choice, choices_of(key))}")
+    sweep = {"-m", "--multirun", "hydra.mode=MULTIRUN"} & set(arguments)
+    launcher = [key for key in overrides if re.match(r"hydra[./]launcher\b", key)]
+    if launcher and not sweep:
+        raise UserError(f"{launcher[0]} needs a sweep: use specbench sweep")
+    if sweep and overrides.get("run_dir", "null") != "null":
+        raise UserError(
+            f"run_dir={overrides['run_dir']} is the folder of one run, and each job of a sweep has its own: set "
+            "runs_root instead"
+        )
+
+
+def check_added(config_name: str, overrides: list[str]) -> None:
+    """Raises UserError for a key that is added with `+` and that nothing reads, which Hydra would take."""
+    for override in overrides:
+        key = override.lstrip("+").partition("=")[0]
+        if not override.startswith("+") or is_group(key) or re.search(r"^hydra\b|[/@]", key):
+            continue
+        # Of a group where keys may be new, the group itself.
+        key = next((name for name in OPEN if key.startswith(f"{name}.")), key)
+        # Data of the user's may leave out keys that the usual ones have.
+        if _unknown_part(key, _composed_of(config_name, [], key)):
+            unknown = _unknown_part(key, _chosen(config_name, overrides, key))
+            if unknown is not None:
+                raise UserError(unknown)
+
+
+def check_pair_keys(pair: Mapping[str, Any], part: str | None = None) -> None:
+    """Checks for keys that nothing reads, which a user may have added.
+
+    Args:
+        pair: all of its configuration, or some keys of it.
+        part: that the drafter at hand reads; it need not stand in a YAML.
+
+    Raises:
+        UserError: `pair`, or `pair.parts`, has such a key.
+    """
+    base = base_pair()
+    for key in pair:
+        if key not in base:
+            raise UserError(f"unknown key 'pair.{key}': {suggest(key, base)}")
+    for key in pair.get("parts") or {}:
+        if key not in base["parts"] and key != part and key not in (names := _parts_of_yamls()):
+            names |= set() if part is None else {part}
+            raise UserError(f"unknown key 'pair.parts.{key}': {suggest(key, names)}")
+
+
+def with_parts_added(overrides: list[str]) -> list[str]:
+    """The arguments, with `++` for a part that no pair lists: one that a method of the user's needs."""
+    listed = base_pair()["parts"]
+    return [
+        f"++{override}" if (part := PART.match(override)) and part[1] not in listed else override
+        for override in overrides
+    ]
+
+
+def _parts_of_yamls() -> set[str]:
+    """The parts that the YAMLs of pairs list, or that those of methods and vocabularies read."""
+    names: set[str] = set()
+    for folder in conf_folders():
+        for path in (folder / "pair").glob("*.yaml"):
+            names |= (group_file("pair", path.stem).get("parts") or {}).keys()
+        for path in (*(folder / "method").glob("*.yaml"), *(folder / "vocab").glob("*.yaml")):
+            names |= set(PART.findall(path.read_text(encoding="utf-8")))
+    return names
+
+
+def explain(
+    error: HydraException | OmegaConfBaseException | yaml.YAMLError, config_name: str, overrides: list[str]
+) -> str:
+    """One line for what Hydra says in many."""
+    if isinstance(error, yaml.YAMLError):
+        return no_yaml(error)
+    if raised := own_error(error):
+        return str(raised)
+    if isinstance(error, MissingConfigException) and error.options is not None:
+        group, _, choice = str(error.missing_cfg_file).rpartition("/")
+        if group == "search" and not any(override.startswith("search=") for override in overrides):
+            return f"no bounds for tuning {choice}: write conf/search/{choice}.yaml"
+        choices = [option for option in error.options if not option.startswith("_")]
+        return f"unknown {group} '{choice}': {suggest(choice, choices)}"
+    if isinstance(error, ConfigCompositionException) and (key := NO_KEY.match(str(error))):
+        return unknown_key(key[1], config_name, overrides)
+    if isinstance(error, ConfigCompositionException) and (values := AMBIGUOUS.match(str(error))):
+        return f"{values[1]} has several values: `specbench sweep` measures each; a list is key=[a,b]"
+    if isinstance(error, OverrideParseException):
+        word = error.override
+        name, equals, value = word.partition("=")
+        if equals:
+            return f"{word} cannot be read: quote the text, {name}={shlex.quote(quoted(value))}, or close its brackets"
+        near = f": did you mean method={word}?" if word in choices_of("method") else ""
+        return f"'{word}' is not key=value{near}"
+    return f"{error} {error.__cause__ or ''}"
+
+
+def own_error(error: BaseException | None) -> UserError | None:
+    """What a resolver of ours raised, where Hydra or OmegaConf made another error of it; None for their own errors."""
+    while error is not None and not isinstance(error, UserError):
+        error = error.__context__
+    return error
+
+
+def unknown_key(key: str, config_name: str, overrides: list[str]) -> str:
+    """One line about a key that is not in the configuration which the overrides' group choices give."""
+    node = _chosen(config_name, overrides, key)
+    if unknown := _unknown_part(key, node):
+        return unknown
+    for part in key.split("."):
+        node = node[part]
+    if isinstance(node, dict):  # in which a value is new
+        return f"a value of '{key}' is new: add it with +{key}.NAME=VALUE"
+    return f"key '{key}' does not exist for every choice of this sweep"
+
+
+def _unknown_part(key: str, node: Any) -> str | None:
+    """One line about the first part of a key that a configuration does not have; None where it has all."""
+    for part in key.split("."):
+        children = node if isinstance(node, dict) else {}
+        if part not in children:
+            return f"unknown key '{key}': {suggest(part, children)}"
+        node = children[part]
+    return None
+
+
+def _chosen(config_name: str, overrides: list[str], key: str) -> Any:
+    """The configuration that the overrides' group choices give, to look for a key in."""
+    pairs = [override.split("=", 1) for override in overrides if "=" in override]
+    choices = [
+        f"{group}={value.split(',')[0]}" for group, value in pairs if is_group(group) and "(" not in value
+    ]
+    choices += own_searchpath()
+    return _composed_of(config_name, [one for one in choices if not one.startswith(f"{key}=")], key)
+
+
+def _composed_of(config_name: str, choices: list[str], key: str) -> Any:
+    """The configuration of some choices, to look for a key in; choices of groups that it does not have are left out."""
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        while True:
+            try:
+                composed = compose(config_name, choices, return_hydra_config=key.startswith("hydra."))
+                return OmegaConf.to_container(composed)
+            except ConfigCompositionException as error:
+                group = NO_KEY.match(str(error))
+                rest = [one for one in choices if group is None or not one.startswith(f"{group[1]}=")]
+                if len(rest) == len(choices):
+                    raise
+                choices = rest
+
+
+def quoted(text: str) -> str:
+    """A text as a value in Hydra's grammar, which takes some characters of paths only in quotes."""
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
+
+
+def own_searchpath() -> list[str]:
+    """The override that lets Hydra look in the user's own folder, too."""
+    user_conf = own_conf()
+    return [] if user_conf is None else [f"hydra.searchpath=[{quoted(f'file://{user_conf}')}]"]

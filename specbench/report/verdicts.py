@@ -1,0 +1,123 @@
+"""What is wrong with a run: by these verdicts it is trusted, recommended and ends with an exit code, or not."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from specbench.measure.metrics.engine import is_off
+from specbench.measure.metrics.statistics import verdict
+from specbench.report.cells import ratio_text
+from specbench.system.settings import TYPICAL
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+UNLIKELY = 1e-4  # p value of as many ties as there are
+
+
+def faults(summary: dict, with_baseline: bool = True, with_speed: bool = True) -> list[str]:
+    """What is wrong with a run, a line each; of its baseline, and of what its speed rests on, unless told elsewhere."""
+    lines = engine_faults(summary) + ([line] if with_speed and (line := no_speed(summary)) else [])
+    counts, baseline = summary["equivalence"], summary["baseline"]
+    if counts["violation"]:
+        whose = "the target's own" if summary["engine"] is None else "those of its plain arm"
+        lines.append(f"VIOLATION: {counts['violation']} of {counts['answers']} answers are not {whose}")
+    if too_many_ties(summary):
+        lines.append(f"VIOLATION: {ties_line(summary)}")
+    for arm in improbable(summary) if summary["engine"] is None else []:
+        lines.append(f"VIOLATION: answers of the {arm} are not drawn from the target's distributions")
+    if summary["verification"] == TYPICAL:
+        lines.append("LOSSY: typical acceptance does not keep the target's answers; it is here as a control")
+    if summary["failed"]:
+        lines.append(f"FAILED: {summary['failed']} questions, left out of every number")
+    if with_baseline and summary["engine"] is None and baseline["equivalence"]["violation"]:
+        lines.append(baseline_fault(baseline))
+    return lines
+
+
+def violates(summary: dict) -> bool:
+    """Whether answers of any arm are violations, in a run whose rule of acceptance should allow none."""
+    counts = [summary["equivalence"], summary["baseline"]["equivalence"]]
+    if (engine := summary["engine"]) is not None:
+        counts.append(engine["again_equivalence"])
+    wrong = any(one["violation"] for one in counts) or bool(improbable(summary)) or too_many_ties(summary)
+    return wrong and summary["verification"] != TYPICAL
+
+
+def improbable(summary: dict) -> list[str]:
+    """The arms whose tokens are too likely, too unlikely or too like their drafts to be the target's draws."""
+    return [
+        arm
+        for arm, one in summary["likelihood"].items()
+        if is_off(one["standard_errors"], one.get("rare_p"), one.get("lean"))
+    ]
+
+
+def too_many_ties(summary: dict) -> bool:
+    """Whether more answers are ties than rounding makes: a rule that is lossy by less than the noise."""
+    ties = summary.get("ties")
+    return ties is not None and ties["p_value"] < UNLIKELY
+
+
+def ties_line(summary: dict) -> str:
+    """How many ties there are beside what rounding makes; nothing where that was not worked out, or none of either."""
+    ties = summary.get("ties")
+    if ties is None or max(ties["count"], ties["expected"]) < 0.5:
+        return ""
+    return f"{ties['count']} ties, where rounding explains {ties['expected']:.1f}"
+
+
+def engine_faults(summary: dict) -> list[str]:
+    """What is wrong with the answers of another engine; nothing of this project's own."""
+    engine = summary["engine"]
+    if engine is None:
+        return []
+    name, lines = engine["name"], []
+    differing, unlike = summary["baseline"]["equivalence"], engine["again_equivalence"]
+    if differing["violation"]:
+        lines.append(f"VIOLATION: {differing['violation']} plain answers of {name} are not the target's")
+    if unlike["violation"]:
+        lines.append(f"VIOLATION: {unlike['violation']} plain answers of {name} are not what it said before")
+    for arm in improbable(summary):
+        whose = "plain" if arm == "baseline" else "speculative"
+        lines.append(f"VIOLATION: {whose} answers of {name} are not drawn from the target's distributions")
+    if faults_met := engine["faults"]:
+        lines.append(f"FAULTS of {name}: {len(faults_met)}, the first: {faults_met[0]}")
+    return lines
+
+
+def no_speed(summary: dict) -> str:
+    """A line where another engine may differ from itself by as much as a method gains or loses; else nothing."""
+    if (engine := summary["engine"]) is None:
+        return ""
+    if not could_explain(engine["again"]["low"], engine["again"]["high"], summary["overall"]):
+        return ""
+    return f"NO VERDICT ON SPEED: plain {engine['name']} against itself has {itself_text(engine)}"
+
+
+def could_explain(low: float | None, high: float | None, overall: dict) -> bool:
+    """Whether what a baseline may have against itself makes what a method gains, or loses, no longer shown.
+
+    Args:
+        low: lower end of the baseline's interval against itself; None without one.
+        high: upper end.
+        overall: numbers of the method.
+    """
+    ends = overall["speedup_low"], overall["speedup_high"]
+    if low is None or high is None or (judged := verdict(*ends)) not in ("faster", "slower"):
+        return False
+    margin = max(high, 1 / low)
+    return verdict(ends[0] / margin, ends[1] * margin) != judged
+
+
+def itself_text(engine: dict) -> Text:
+    """What an engine's plain arm gains over itself."""
+    again = engine["again"]
+    return ratio_text(again["speedup"], again["low"], again["high"])
+
+
+def baseline_fault(baseline: dict) -> str:
+    """A line on a baseline of which answers are violations."""
+    differing = baseline["equivalence"]["violation"]
+    single = "" if baseline["single_tokens_per_second"] is None else ", our loop at batch size 1"
+    return f"VIOLATION: our loop{single} and transformers generate differ in {differing} answers"
