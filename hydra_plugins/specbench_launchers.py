@@ -1,11 +1,11 @@
 """Hydra launchers: where the jobs of a sweep are measured, `hydra/launcher=NAME` with conf/hydra/launcher/NAME.yaml.
 
-A job is a run folder, and what another machine does for it is `python -m specbench.measure.runner RUN_DIR`. Composing,
-checking, printing and remembering stay in the process of the command, so that nothing is lost with a job that is
-killed. All machines see the same files.
+A job is a run folder; another machine measures it with `python -m specbench.measure.runner RUN_DIR`. The command's own
+process composes, checks, prints and keeps the records, so that a killed job loses nothing. All machines see the same
+files.
 
-Why not Hydra's own launchers for submitit (1.2.0) and Ray (1.2.2): they wait for one job after the other and give up at
-the first that was killed; the one starts all local jobs at once, for the other pip found no versions that fit.
+Hydra's own launchers for submitit (1.2.0) and Ray (1.2.2) are not used: they wait for the jobs in order and give up at
+the first killed one; the former starts all local jobs at once, and pip found no compatible versions for the latter.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
 class SweepLauncher(Launcher):
-    """Composes the jobs of a sweep and hands them over together, to be measured where `place` does that."""
+    """Composes the jobs of a sweep and passes them to `place`, which measures them."""
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Takes over Hydra's context. Raises UserError for a program that has no sweeps."""
@@ -46,7 +46,7 @@ class SweepLauncher(Launcher):
         self.loader = hydra_context.config_loader
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """Composes and measures the jobs of a sweep; what a job returns is its exit code."""
+        """Composes and measures the jobs of a sweep; a job returns its exit code."""
         from specbench.commands.sweep import Job  # late: every program that uses Hydra looks at its plugins
 
         jobs = [Job(list(overrides), self._compose(list(overrides))) for overrides in job_overrides]
@@ -130,7 +130,7 @@ class Submitit(SweepLauncher):
                         job.cancel()
 
     def measuring(self) -> Callable[[Path], int]:
-        """What a job calls with its run folder."""
+        """Returns the function that a job calls with its run folder."""
         from specbench.commands.run import measure
 
         return partial(measure, logged=True)
@@ -148,12 +148,12 @@ class SubmititLocal(Submitit):
     cluster, at_once = "local", 1
 
     def measuring(self) -> Callable[[Path], int]:
-        """As in the base class; submitit would make the first GPUs visible, whichever the command was given."""
+        """As in the base class, on the command's own GPUs; submitit would make the first ones visible."""
         return partial(measure_on_devices, devices=os.environ.get(DEVICES))
 
 
 def measure_on_devices(run_dir: Path, devices: str | None) -> int:
-    """Measures a job with the GPUs that the command may use; devices: the variable for that, None: not set."""
+    """Measures a job on the command's GPUs; devices: value of CUDA_VISIBLE_DEVICES, None if it is not set."""
     from specbench.commands.run import measure
 
     if devices is None:
@@ -164,7 +164,7 @@ def measure_on_devices(run_dir: Path, devices: str | None) -> int:
 
 
 def _outcome(job) -> tuple[int, str | None]:
-    """Exit code of a submitit job that is done, and what became of it if it was lost."""
+    """Returns the exit code of a finished submitit job, and the reason if it was lost."""
     try:
         return job.result(), None
     except Exception as error:  # noqa: BLE001 - whatever it died of, it is this job's reason
@@ -200,7 +200,7 @@ class Ray(SweepLauncher):
                 while True:
                     busy = {node for _, node in running.values()}
                     free = [node for node in _nodes(ray) if node["NodeID"] not in busy]
-                    # On one that lost a job only where there is no other.
+                    # A node that lost a job is the last resort.
                     idle = [node for node in free if node["NodeID"] not in lost] or ([] if running else free)
                     for node, run_dir in zip(idle, left):
                         reference = task.options(**_whole(ray, node)).remote(run_dir, folder, variables)
@@ -223,7 +223,7 @@ class Ray(SweepLauncher):
             yield run_dir, 1, "no node of the Ray cluster is left"
 
     def _connect(self, ray: ModuleType) -> None:
-        # Of a cluster that is started here; Ray's own niceness, 15, lets any other process slow down what is timed.
+        # For a cluster started here: Ray's default niceness of 15 lets other processes slow down measurements.
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_worker_niceness", "0")
         try:
@@ -233,7 +233,7 @@ class Ray(SweepLauncher):
 
 
 def _nodes(ray: ModuleType) -> list[dict]:
-    """The nodes of the cluster that are there and take tasks."""
+    """Returns the live nodes of the cluster that accept tasks."""
     return [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
 
 

@@ -46,9 +46,9 @@ SETTINGS = {
     "temperature": Temperature,
     "seed": Seed,
 }
-# What answers depend on: a file that goes on must have the same.
+# What answers depend on: a resumed file must have the same.
 SAME = ("conversations", "split", "max_new_tokens", "temperature", "seed")
-POOL = 8  # batches that are answered together, so that few places are empty at the end
+POOL = 8  # batches that are answered together, so that few slots are empty at the end
 
 
 def answered(
@@ -59,7 +59,7 @@ def answered(
     Args:
         pair: with the target.
         engine: answers.
-        originals: conversations, of which the user's turns are asked.
+        originals: conversations whose user turns are answered.
         decoding: how tokens are chosen.
         seed: of the draws, with each answer's conversation and turn.
         first: the number of the first conversation.
@@ -89,7 +89,7 @@ def answer(cfg: DictConfig) -> Path:
     """Writes conversations with answers as configured (conf/answer.yaml) and returns the file.
 
     Raises:
-        UserError: a setting is wrong, or the file is another one's, or that of the prompts.
+        UserError: a setting is wrong, or the file holds other answers or the prompts.
     """
     check_all(cfg, SETTINGS)
     check_conversations(cfg)
@@ -114,12 +114,12 @@ def answer(cfg: DictConfig) -> Path:
 
 
 def write(cfg: DictConfig, out: Path, done: int) -> None:
-    """Adds answered conversations to a file that holds `done` of them, until there are `cfg.count` or no more."""
+    """Appends answered conversations to a file that holds `done`, up to `cfg.count` or the end of the source."""
     pair = load_pair(cfg.pair, cfg.seed, with_draft=False)
     scheduler = Scheduler(cfg.batch_size)
     engine = Engine(pair.staged, Drafter(), pair.stop_ids, scheduler, pair.context_length)
     decoding = SamplingParams(cfg.max_new_tokens, cfg.temperature)
-    # Once: in a second epoch, greedy answers would come again, among them those that trainers hold out.
+    # Once: a second epoch would repeat greedy answers, including those that trainers hold out.
     texts = islice(conversations(cfg, epochs=1, needs_answers=False), done, None)
     with (
         file_errors(writing=out),

@@ -13,4 +13,4 @@ class Autoregressive(Drafter):
     deterministic = True
 
     def __init__(self, pair: Pair):
-        """A pair's target is all it takes, and that the engine has."""
+        """Ignores the pair: the engine has its target."""

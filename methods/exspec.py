@@ -21,13 +21,13 @@ class ExSpec(Scheduler):
 
     Sequences that did not run in the last round must be copied into the batch. So a group of equal length is used only
     if at least half of it ran in the last round, and none is used once a sequence has been skipped `max_skipped_rounds`
-    times in favour of younger ones. Otherwise the oldest sequences run. Where sequences end in different entries, holes
+    times in favour of younger ones. Otherwise the oldest sequences run. If sequences end in different entries, holes
     remain. Up to `slack` of them are tolerated before a realignment (see `AlignedLayout`): with correct positions they
     cost attention to some empty entries, but no copy.
 
     Not as in the paper: its authors take the first group that reaches the batch size, in the order of the window,
-    wherever its sequences are, and a sequence can be skipped without end. Here the group is the one of which most
-    sequences ran in the last round, and `max_skipped_rounds` bounds the wait.
+    wherever its sequences are, and a sequence can be skipped without end. Here the group is that with most
+    sequences from the last round, and `max_skipped_rounds` bounds the wait.
 
     Args:
         batch_size: sequences in a round.
@@ -95,7 +95,7 @@ class ExSpec(Scheduler):
 
         judged = rounds.assign(grouped=stat(rounds, "grouped"))
         judged = judged[judged["grouped"].notna()]
-        # A round of n sequences stands in n rows.
+        # A round of n sequences has n rows.
         same = (judged["grouped"].astype(float) / judged["sequences"]).sum()
         return {"grouping_rate": ratio(same, (1 / judged["sequences"]).sum())}
 

@@ -38,25 +38,25 @@ SEED = 20
 
 @dataclass(frozen=True)
 class Size:
-    """How much the drafters see, and of which of the targets' layers they are made.
+    """How much the drafters learn from, and which layers of the targets they use.
 
     Attributes:
-        conversations: that each target answers.
-        answer_tokens: of an answer at most.
+        conversations: number that each target answers.
+        answer_tokens: most tokens of an answer.
         steps: of each training on the answers.
-        first_steps: of the stage that the plain and the streaming draft model begin as; they learn from answers for so
-            many steps fewer.
+        first_steps: of the stage that the plain and the streaming draft model begin as; their training on answers has
+            that many fewer steps.
         save_every: steps between two states.
         loss_tokens: tokens of a batch whose prediction is judged.
-        layers: first ones of the shallow target, which the sorted draft model is cut from.
+        layers: number of the shallow target's first layers that the sorted draft model is cut from.
         exits: of the sorted draft model.
         exit_layer: of both Kangaroo adapters.
-        like: layer of the deep and of the shallow target as which Kangaroo's adapter and EAGLE-3's layer attend.
+        like: layer of the deep and of the shallow target that Kangaroo's adapter and EAGLE-3's layer attend like.
         taps: depths of the deep and of the shallow target whose states are kept for the trainers.
         held_out: tokens of answers on which the coverage of the vocabulary map is measured.
         stored: tokens of the answers that the datastore holds.
         ranked: tokens that each tree of the draft model is counted on.
-        question_counts: of each task, to look at the targets' answers: of the benchmark's questions, and others.
+        question_counts: per task, to check the targets' answers: the benchmark's questions, and others.
     """
 
     conversations: int
@@ -90,7 +90,7 @@ TEXT = ("prompt_weight=0.2", "length=512", "precision=bf16")  # of every drafter
 
 
 def steps(build: Build, size: Size) -> list[list[Step]]:
-    """All steps; those of one list do not need each other."""
+    """Returns all steps; those of one list are independent."""
     out, weights, answers = build.out, build.weights, build.out / "answers"
     every = {"pair.tokenizer": weights / "tokenizer", "data.path": out / "questions.jsonl"}
     pairs = {
@@ -114,7 +114,7 @@ def steps(build: Build, size: Size) -> list[list[Step]]:
     def answer(name: str, minutes: float) -> Step:
         path = answers / f"{name}.jsonl"
         numbers = {"count": size.conversations, "max_new_tokens": size.answer_tokens, "seed": SEED}
-        done = path.with_suffix(".done")  # a file of answers is there from the first one on
+        done = path.with_suffix(".done")  # the file of answers exists from the first one on
         args = arguments(numbers | {"out": path})
         return Step(f"answers, {name}", minutes, done, ("methods.answer", *pairs[name], *args))
 
@@ -194,9 +194,9 @@ def steps(build: Build, size: Size) -> list[list[Step]]:
 
 
 def shuffle(answers: Path) -> None:
-    """Writes the answers of both targets as one file, in an order of their own.
+    """Writes the answers of both targets as one file, in random order.
 
-    Those to one prompt are all held out, or none is: one would tell what the other says.
+    Those to one prompt are all held out, or none is: one would give away the other.
     """
     by_prompt: dict[str, list[str]] = {}
     for name in ("shallow", "deep"):
@@ -218,7 +218,7 @@ def shuffle(answers: Path) -> None:
 
 
 def same_text(weights: Path) -> bool:
-    """Whether all that was trained on answers was trained on the same ones, for as many tokens over all stages."""
+    """Whether all parts trained on answers learnt from the same ones, for as many tokens over all stages."""
     records = [read_json(path) for path in weights.glob(f"*/{RECORD}")]
     learnt = [record for record in records if record["data"].startswith("sha256:")]
     return len({(record["data"], record["tokens_in_all"]) for record in learnt}) <= 1

@@ -2,9 +2,9 @@
 
 A window of W columns follows the pending token. A column holds N - 1 successive tokens of a guessed future; the
 first tokens of all columns are a chain that begins with the pending token, in place of the first column's own. Each
-verification gives every column the target's choice after its end: that makes N tokens, an n-gram. The n-gram enters a
-pool, and the column drops its first token. The pool's n-grams that begin with the pending token are the draft, which
-is verified in the same pass. No model, no training.
+verification appends the target's choice to every column: N tokens, an n-gram. The n-gram enters a pool, and the column
+drops its first token. The pool's n-grams that begin with the pending token are the draft, which is verified in the same
+pass. No model, no training.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Pool:
     after: dict[int, dict[tuple[int, ...], None]] = field(default_factory=dict)
 
     def add(self, first: int, others: tuple[int, ...]) -> None:
-        """Adds an n-gram. One that is there counts as new again."""
+        """Adds an n-gram; a known one becomes the newest again."""
         ngrams = self.after.setdefault(first, {})
         ngrams.pop(others, None)
         ngrams[others] = None
@@ -66,7 +66,7 @@ class Search:
     Attributes:
         columns: W of N - 1 tokens. The pending token takes the place of the first column's first one.
         pool: the n-grams.
-        advanced: how often each column has.
+        advanced: number of steps of each column.
     """
 
     columns: list[tuple[int, ...]]
@@ -77,16 +77,16 @@ class Search:
         self.advanced = [0] * len(self.columns)
 
     def go_on(self, pending: int, chosen: list[int]) -> None:
-        """Gives each column, from the first one on, its next token.
+        """Advances the first columns by one token each.
 
         Args:
-            pending: the token that stood in front of the window.
+            pending: the token that was in front of the window.
             chosen: the target's choice after each column.
         """
         firsts = [pending, *(column[0] for column in self.columns[1:])]
         for i, (first, token) in enumerate(zip(firsts, chosen)):
             column = (*self.columns[i][1:], token)
-            # At first columns hold tokens that the target did not choose; in front of one it may stand, as in theirs.
+            # At first columns hold random tokens; only the first of an n-gram may be one, as in the authors' code.
             if self.advanced[i] >= len(column) - 1:
                 self.pool.add(first, column)
             self.columns[i] = column
@@ -98,7 +98,7 @@ class Lookahead(Drafter):
 
     Not as in the authors' code: the window begins full, as in the paper, with random tokens of the prompt, which enter
     the pool only as the first tokens of its first n-grams; n-grams with a common prefix share its nodes; a completely
-    accepted n-gram gives N tokens, where theirs leaves out the bonus token; when sampling, the draft is verified by the
+    accepted n-gram yields N tokens, while theirs lacks the bonus token; when sampling, the draft is verified by the
     target's own draws, so the text is that of autoregressive decoding. The window takes the likeliest tokens at any
     temperature, as theirs does.
 
@@ -137,14 +137,14 @@ class Lookahead(Drafter):
         self._read(slot, sequence.tokens)
 
     def draft(self, batch: Batch) -> Draft:
-        """A tree of the guesses, and after it the window, which is only looked at."""
+        """Drafts a tree of the guesses, and the window, which is never accepted."""
         tokens, parents, candidates, ends = [], [], [], []
         for slot, (sequence, limit) in enumerate(zip(batch.sequences, batch.limits)):
             search = self._searches[slot]
             guesses = search.pool.guesses(sequence.tokens[-1])
             nodes, above = merged(guesses, limit, batch.max_nodes)
             candidates.append(len(nodes))
-            # Where a token budget leaves no room for all columns the first ones go on.
+            # If a token budget has no room for all columns, the first ones advance.
             fitting = (batch.max_nodes - len(nodes) + 1) // (self.ngram - 1)
             ends.append(add_window(search.columns[:fitting], nodes, above))
             tokens.append(nodes)
@@ -160,7 +160,7 @@ class Lookahead(Drafter):
         return draft
 
     def commit(self, batch: Batch, verified: Verified) -> None:
-        """Moves the window on by one token, however many were accepted."""
+        """Moves the window by one token, however many were accepted."""
         assert verified.report is not None  # every draft asks for one
         for slot, (sequence, length) in enumerate(zip(batch.sequences, batch.lengths)):
             chosen = verified.report[slot][: self._columns[slot]]

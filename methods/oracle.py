@@ -46,13 +46,13 @@ class Foretold:
         prompt: token ids.
         answer: the target's own new token ids.
         vocab_size: ids among which a wrong token is chosen.
-        seed: with the prompt, of the draws: every repeat, draft length and scheduler gets the same ones.
+        seed: of the draws, with the prompt: the same for every repeat, draft length and scheduler.
         spare: arbitrary tokens after the end of the answer, so that the last draft is as long as the others.
 
     Attributes:
         right: [n] the target's own token at each position.
         wrong: [n] another one.
-        draws: [n] numbers in [0, 1): the right one is proposed if the acceptance of its place in the draft is higher.
+        draws: [n] numbers in [0, 1): the right one is proposed if the acceptance at its place in the draft is higher.
     """
 
     def __init__(self, prompt: list[int], answer: list[int], vocab_size: int, seed: int, spare: int):
@@ -68,7 +68,7 @@ class OracleHead:
 
     Args:
         head: the head.
-        instead: the tokens [b] of a place in the draft to propose in place of the chosen ones [b].
+        instead: (batch, place in the draft, chosen tokens [b]) -> tokens [b] to propose instead.
     """
 
     def __init__(self, head: Any, instead: Callable[[Batch, int, torch.Tensor], torch.Tensor]):
@@ -80,7 +80,7 @@ class OracleHead:
     def choose(
         self, logits: torch.Tensor, batch: Batch, place: int, candidates: torch.Tensor | None = None
     ) -> Chosen:
-        """As the head chooses, which takes its time; then the oracle's tokens."""
+        """Lets the head choose, which takes its time; returns the oracle's tokens."""
         tokens, probs = self._head.choose(logits, batch, place, candidates)
         return self._instead(batch, place, tokens), probs
 
@@ -100,7 +100,7 @@ class Oracle(WrappedDrafter):
         acceptance_length: the mean number of tokens per target pass, instead of `acceptance`; spread as evenly as
             possible: every draft has one of two neighbouring numbers of accepted tokens.
         cost_of: name of the wrapped drafter.
-        max_draft_tokens: draft length, shorter only where the answer has less room.
+        max_draft_tokens: draft length, shorter only if the answer has less room.
         seed: of the draws.
 
     Raises:
@@ -129,7 +129,7 @@ class Oracle(WrappedDrafter):
         shares = acceptance if acceptance_length is None else evenly(acceptance_length, max_draft_tokens)
         self.rates = rates_by_place(shares, max_draft_tokens)
         self.vocab_size, self.seed, self.device = pair.vocab_size, seed, pair.device
-        self.feeds = hasattr(self.inner, "head")  # whether the wrapped drafter goes on from what is proposed
+        self.feeds = hasattr(self.inner, "head")  # whether the inner drafter continues from what is proposed
         if self.feeds:
             self.inner.head = OracleHead(self.inner.head, self._next)  # type: ignore[attr-defined]
         self._foretold: dict[tuple[int, ...], Foretold] = {}
@@ -147,12 +147,12 @@ class Oracle(WrappedDrafter):
         self._right, self._wrong = slots.tensor(size, fill=UNKNOWN), slots.tensor(size)
         self._draws = slots.tensor(size, dtype=torch.float64)
         self._rates = torch.tensor(self.rates, dtype=torch.float64, device=slots.device)
-        # Of each sequence, while it is what was foretold.
+        # Of each sequence, until it leaves the known answer.
         self._current: list[Foretold | None] = slots.values(lambda: None)
         super().open(slots, target)
 
     def begin(self, slot: int, sequence: SequenceState, prefill: Prefill) -> None:
-        """Looks the answer up, and begins the wrapped drafter's."""
+        """Looks up the answer, and begins the wrapped drafter's sequence."""
         prompt = sequence.request.prompt
         foretold = self._current[slot] = self._foretold.get(tuple(prompt))
         self._right[slot] = UNKNOWN
@@ -183,7 +183,7 @@ class Oracle(WrappedDrafter):
         )
 
     def commit(self, batch: Batch, verified: Verified) -> None:
-        """Forgets the answers that are no longer the known ones."""
+        """Forgets known answers that sequences have left."""
         for slot, (one, new) in enumerate(zip(batch.sequences, verified.tokens)):
             self._compare(slot, one.emitted - len(new), new)
         super().commit(batch, verified)
@@ -220,7 +220,7 @@ class Oracle(WrappedDrafter):
 
 
 def rates_by_place(acceptance: float | Sequence[float], places: int) -> list[float]:
-    """The probability of each place of a draft that its token is accepted when all before it were.
+    """Returns the probability, by place in a draft, that a token is accepted if all before it were.
 
     Args:
         acceptance: of every place; or the shares of drafts whose token at each place is accepted.
@@ -240,7 +240,7 @@ def rates_by_place(acceptance: float | Sequence[float], places: int) -> list[flo
 
 
 def evenly(length: float, places: int) -> list[float]:
-    """Shares by place whose acceptance length is given and varies least. Raises UserError if drafts cannot have it."""
+    """Shares by place of a given acceptance length, with least variance. Raises UserError if drafts cannot have it."""
     if not 1 <= length <= 1 + places:
         raise UserError(
             f"acceptance_length={length} must lie between 1 and {1 + places} for drafts of {places} tokens"
@@ -249,7 +249,7 @@ def evenly(length: float, places: int) -> list[float]:
 
 
 def _fixed(config: dict, max_draft_tokens: int) -> dict[str, Any]:
-    """Of a drafter's parameters those that make each draft this long, without a threshold at which it stops."""
+    """Returns parameters of a drafter that make each draft this long, without a threshold to stop at."""
     takes = inspect.signature(pkgutil.resolve_name(config["_target_"])).parameters
     fixed = {"max_draft_tokens": max_draft_tokens, "confidence_threshold": 0.0}
     return {key: value for key, value in fixed.items() if key in takes}

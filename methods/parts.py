@@ -53,14 +53,14 @@ SETTINGS = {
 PART = {"module": str, "alike": bool, "result": str | None, "draft": str | None, "settings": dict}
 TEXT = ("length", "prompt_weight", "seed", "precision")  # of states and of those that read them
 ALIKE = ("steps", "batch_size", "loss_tokens", "vocab_sample", "save_every")
-# Settings that say which layers of the target.
+# Settings that name layers of the target.
 DEPTHS = {"exit_layer": int, "taps": Count | list[int] | None, "layers": Count | list[int] | None}
-UNQUOTED = re.compile(r"[\w./:@+-]+", re.ASCII)  # what Hydra takes as it stands
+UNQUOTED = re.compile(r"[\w./:@+-]+", re.ASCII)  # what Hydra takes unquoted
 EAGLE3 = ("methods.eagle3.train", "methods.peagle.train")  # without a setting, they read its depths
 
 
 def arguments(settings: Mapping[str, Any]) -> list[str]:
-    """Settings as Hydra's command line has them."""
+    """Settings as words of Hydra's command line."""
     return [f"{key}={_written(value)}" for key, value in settings.items()]
 
 
@@ -74,10 +74,10 @@ def _written(value: object) -> str:
 
 
 def checked_parts(cfg: DictConfig, layers: int) -> dict[str, dict[str, Any]]:
-    """The parts that are made, with settings for a target of so many layers.
+    """The parts to make, with settings for a target of `layers` layers.
 
     Raises:
-        UserError: a part has a key that none has, a value of another type, or a draft model that is not made before it.
+        UserError: a part has an unknown key, a value of a wrong type, or a draft model that is not made before it.
     """
     from methods.dflash.model import default_taps  # late: it takes seconds to import
     from methods.eagle3.model import default_taps as eagle3_taps
@@ -106,7 +106,7 @@ def checked_parts(cfg: DictConfig, layers: int) -> dict[str, dict[str, Any]]:
 
 
 def _check_drafts(parts: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raises UserError where a part needs a draft model that is not made before it."""
+    """Raises UserError if a part needs a draft model that is not made before it."""
     for name, part in parts.items():
         draft = part.get("draft")
         if draft is not None and (draft not in parts or parts[draft].get("draft") is not None):
@@ -117,7 +117,7 @@ def _check_drafts(parts: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def taps_of(cfg: DictConfig, parts: Mapping[str, Mapping[str, Any]], layers: int) -> list[int]:
-    """The depths of a target of so many layers whose states are kept.
+    """The depths of a target of `layers` layers whose states are kept.
 
     Raises:
         UserError: a part reads a depth that the target does not have, or that is not among those configured.
@@ -142,7 +142,7 @@ def taps_of(cfg: DictConfig, parts: Mapping[str, Mapping[str, Any]], layers: int
 
 
 def steps(cfg: DictConfig, pair: Sequence[str], layers: int) -> list[list[Step]]:
-    """All steps; those of one group do not need each other.
+    """Returns all steps; those of one group are independent.
 
     Args:
         cfg: conf/parts.yaml.
@@ -165,7 +165,7 @@ def steps(cfg: DictConfig, pair: Sequence[str], layers: int) -> list[list[Step]]
         groups.insert(0, [Step("conversations", 300, conversations.with_suffix(".done"), converse)])
     alike = {key: cfg[key] for key in ALIKE} | {"states": states, "threads": 1}
     parts: list[Step] = []
-    later: list[Step] = []  # they need a draft model of the others
+    later: list[Step] = []  # these need another part's draft model
     for name, part in checked.items():
         folder = out / "weights" / name
         shared, settings = arguments({"conversations": conversations, "seed": cfg.seed}), part["settings"]

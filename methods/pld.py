@@ -57,7 +57,7 @@ class PromptLookup(Drafter):
         self._tokens[slot, : sequence.length] = sequence.tokens
 
     def draft(self, batch: Batch) -> Draft:
-        """The tokens that followed the same n-gram earlier; none where there is none."""
+        """The tokens that followed the same n-gram earlier; none if it is new."""
         drafts = [
             self._look_up(self._tokens[slot, :length])[:limit]
             for slot, (length, limit) in enumerate(zip(batch.lengths, batch.limits))
@@ -71,7 +71,7 @@ class PromptLookup(Drafter):
 
     def _look_up(self, tokens: np.ndarray) -> np.ndarray:
         """The tokens to draft after `tokens` [n]."""
-        # Where the newest token stood earlier; then those of them that have more of the newest tokens in front.
+        # Earlier occurrences of the newest token; then those that have more of the newest tokens in front.
         ends = np.flatnonzero(tokens[:-1] == tokens[-1])
         ends_by_length: dict[int, np.ndarray] = {}
         for n in range(1, self.ngrams[0] + 1):
@@ -85,7 +85,7 @@ class PromptLookup(Drafter):
             if n not in ends_by_length:
                 continue
             start = ends_by_length[n][0 if self.earliest else -1] + 1
-            # The author's code also wants the draft to start in front of the newest n-gram. Where the first occurrence
+            # The author's code also requires the draft to start in front of the newest n-gram. If the first occurrence
             # fails, all later ones do.
             if not self.earliest or start <= len(tokens) - max(self.max_draft_tokens, n + 1):
                 return tokens[start : start + self.max_draft_tokens]

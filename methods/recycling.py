@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from specbench.decoding.model.staged_model import StagedModel
     from specbench.decoding.state import Prefill
 
-RANKS = 8  # followers that are kept of each token
+RANKS = 8  # followers kept for each token
 CHUNK = 256  # positions of a prompt whose logits exist at a time
 # The authors' tree, "2.2.2": children by path of ranks (appendix; their code).
 TREE = grown(
@@ -92,7 +92,7 @@ class TokenRecycling(Drafter):
         self._newest = torch.full((tables, target.vocab_size), -1, device=self.device)
 
     def begin(self, slot: int, sequence: SequenceState, prefill: Prefill) -> None:
-        """Sets the sequence's table back, and fills it from the prompt."""
+        """Resets the sequence's table, and fills it from the prompt."""
         if not self.shared:
             self._followers[slot] = self._start
         if self.prompt:
@@ -110,7 +110,7 @@ class TokenRecycling(Drafter):
         return Draft(torch.cat(tokens[1:], dim=1), tree=tree)
 
     def commit(self, batch: Batch, verified: Verified) -> None:
-        """Gives the table the followers of every token that was verified, whoever drafted it."""
+        """Updates the table with the followers of every verified token, whoever drafted it."""
         if batch.is_over and not self.shared:
             return
         draft, pending = verified.draft, batch.last_tokens(1)
@@ -128,25 +128,25 @@ class TokenRecycling(Drafter):
         accepted.scatter_(1, (path + 1).masked_fill(~steps, 1 + k), True)
         priority = torch.where(accepted[:, : 1 + k], deepest + depths, deepest - depths)
         tokens, live = draft.tokens, draft.acceptable()
-        if live is not None:  # the rest is padding, and stands for the pending token, which counts more
+        if live is not None:  # the rest is padding: the pending token, which counts more, replaces it
             tokens = torch.where(live, tokens, pending)
             priority[:, 1:] *= live
         self._learn(slice(0, b), torch.cat([pending, tokens], dim=1), verified.logits, priority)
 
     @torch.inference_mode()  # as the tables were made
     def forget(self) -> None:
-        """Sets the tables back to what they begin with."""
+        """Resets the tables to their initial state."""
         for table in self._followers:
             table.copy_(self._start)
 
     @torch.inference_mode()
     def snapshot(self) -> torch.Tensor | None:
-        """The table that goes on through all answers, if there is one."""
+        """Returns the table that lasts through all answers, or None."""
         return self._followers.clone() if self.shared else None
 
     @torch.inference_mode()
     def restore(self, state: torch.Tensor | None) -> None:
-        """Takes the table of a snapshot."""
+        """Restores the table of a snapshot."""
         if state is not None:
             self._followers.copy_(state)
 
@@ -189,8 +189,8 @@ class TokenRecycling(Drafter):
             slots, tokens, best = slice(0, 1), tokens.view(1, -1), best.view(1, -1, self.ranks)
             priority = priority.reshape(1, -1)
         n = tokens.shape[1]
-        # Which one counts is found by a maximum and every equal token writes the same row: in whatever order a device
-        # writes them, the table is the same.
+        # A maximum finds the one that counts, and all equal tokens write its row: the table does not depend on the
+        # order of a device's writes.
         order = priority * n + torch.arange(n, device=self.device)
         newest, tables = self._newest[slots], self._followers[slots]
         newest.scatter_reduce_(1, tokens, order, "amax")

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from specbench.decoding.state import Prefill
 
 
-# What needs no state of its own draft, so that another one may be verified in its place.
+# Drafters that need no state of their draft, so that another one may be verified instead.
 Auxiliary = Literal["none", "recycling", "sps", "eagle", "eagle2", "eagle3", "medusa", "hydra_heads", "mtp"]
 DRAWN = ("sps", "mtp")  # auxiliary drafters that draw their tokens when sampling
 
@@ -64,7 +64,7 @@ class SAMDecoding(WrappedDrafter):
 
     Raises:
         UserError: the corpus is missing, or of another tokenizer, or is not sorted by enough tokens; no match in it
-            could be long enough; or the auxiliary drafter is another than the one that is named.
+            could be long enough; or the auxiliary drafter is not the named one.
     """
 
     needs = Needs(text_alone=True)
@@ -93,7 +93,7 @@ class SAMDecoding(WrappedDrafter):
         self.threshold, self.bias = (1, 0) if self.alone else (threshold, threshold)
         self.longest, self.growth, self.max_match = max_draft_tokens, growth, max_match
         self.corpus = None if corpus is None else load_datastore(corpus, pair)
-        # A datastore is sorted by so many tokens, match and draft together.
+        # A datastore is sorted by `SORTED` tokens, match and draft together.
         self.levels = min(max_draft_tokens, SORTED - max_match)
         if corpus is not None:
             check_sorted(max_match, max(self.levels, 1))
@@ -103,14 +103,14 @@ class SAMDecoding(WrappedDrafter):
                     f"max_match={max_match} are looked up: set a threshold of at most {max_match // 2}"
                 )
         self.max_draft_tokens = max(max_draft_tokens, inner.max_draft_tokens)
-        if corpus is not None and not inner.deterministic:  # its trees may stand beside drawn tokens
+        if corpus is not None and not inner.deterministic:  # a batch may have its trees and drawn tokens
             self.siblings = max(inner.siblings, FOLLOWERS)
         self.trees = corpus is not None or inner.max_nodes > 0
         self.max_nodes = max(max_draft_tokens, inner.max_nodes) if self.trees else 0
 
     @staticmethod
     def draws_trees(settings: Mapping[str, Any]) -> bool:
-        """Whether trees of a corpus stand beside what an auxiliary drafter draws."""
+        """Whether a batch may have trees of a corpus and drawn tokens."""
         return settings.get("corpus") is not None and settings.get("auxiliary") in DRAWN
 
     def open(self, slots: Slots, target: StagedModel) -> None:
@@ -126,21 +126,21 @@ class SAMDecoding(WrappedDrafter):
         super().begin(slot, sequence, prefill)
 
     def draft(self, batch: Batch) -> Draft:
-        """What followed the longest match; where that is short, what the auxiliary drafter drafts."""
+        """Drafts what followed the longest match or, if it is short, as the auxiliary drafter."""
         most = min(self.longest, batch.max_nodes)
         copied = [self._copied(text, most, limit) for text, limit in zip(self._texts, batch.limits)]
         self._copies = [bool(tree.tokens) for tree in copied]
         parents = [tree.parents for tree in copied] if self.corpus is not None else None
         draft = Draft.of([tree.tokens for tree in copied], batch.tokens.device, parents)
         draft.bytes_read = self.inner.upkeep_bytes
-        # Of the auxiliary drafter's draft, those that copy need nothing.
+        # Sequences that copy need no draft of the auxiliary drafter.
         limits = [0 if copies else limit for copies, limit in zip(self._copies, batch.limits)]
         if not self.alone and any(limits):
             limits = [min(limit, self.inner.max_draft_tokens) for limit in limits]
             inner_draft = self.inner.draft(replace(batch, limits=limits))
             draft = merged(draft, inner_draft, self._copies) if any(self._copies) else inner_draft
         elif not self.deterministic and not batch.decoding.greedy:
-            # As beside drafts that are drawn: which rule accepts a token must not depend on the others of the batch.
+            # As with drawn drafts: the rule that accepts a token must not depend on the rest of the batch.
             draft.probs = surely(draft.tokens, draft.tokens.new_zeros(1, 1, self._vocab, dtype=torch.float32))
         if draft.tree is not None and not self.deterministic:
             # Padding, which may be more, is no candidate and comes last.
@@ -156,7 +156,7 @@ class SAMDecoding(WrappedDrafter):
         super().commit(batch, replace(verified, own_counts=own_counts))
 
     def _copied(self, text: SuffixAutomaton, nodes: int, depth: int) -> Counted:
-        """What is copied, at most so many tokens in paths that are no longer; none where the match is too short."""
+        """Returns the copied tree, of at most `nodes` nodes and `depth` levels; empty if the match is too short."""
         length, end = text.earlier_match()
         if self.corpus is not None:
             least = max(length + 1, self.threshold) + self.bias
@@ -175,22 +175,22 @@ class SAMDecoding(WrappedDrafter):
 
 
 def repeated(tokens: list[int], start: int, n: int) -> list[int]:
-    """The n tokens from `start` on; after the last one those from `start` on once more."""
+    """The n tokens from `start` on; after the last token it repeats from `start`."""
     period = len(tokens) - start
     return [tokens[start + i % period] for i in range(n)]
 
 
 def surely(tokens: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Distributions [b, k, vocab] of tokens [b, k] that have no other, of the vocabulary and type of [..., vocab]."""
+    """One-hot distributions [b, k, vocab] of tokens [b, k], with vocabulary and dtype of `like` [..., vocab]."""
     probs = like.new_zeros(*tokens.shape, like.shape[-1])
     return probs.scatter_(2, tokens.unsqueeze(2), 1.0)
 
 
 def merged(first: Draft, second: Draft, chosen: list[bool]) -> Draft:
-    """One draft of two: that of the first for the sequences that are `chosen`, that of the second for the others.
+    """Merges two drafts: `chosen` sequences take the first, the others the second.
 
     Args:
-        first: of certain tokens.
+        first: a deterministic draft.
         second: any draft, but for one that resumes the target's pass.
         chosen: of each sequence.
     """
@@ -212,7 +212,7 @@ def merged(first: Draft, second: Draft, chosen: list[bool]) -> Draft:
     tree, probs = None, None
     if first.tree is not None or second.tree is not None:
         tree = Tree.of(torch.where(from_first, parents(first), parents(second)))
-    if second.probs is not None:  # a certain token was drawn from a distribution that has no other
+    if second.probs is not None:  # a deterministic token has a one-hot distribution
         drawn = pad(second.probs, (0, 0, 0, k - second.tokens.shape[1]))
         probs = torch.where(from_first.unsqueeze(2), surely(tokens, drawn), drawn)
     candidates = torch.where(from_first, live(first), live(second)).squeeze(1)

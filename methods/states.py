@@ -60,9 +60,9 @@ if TYPE_CHECKING:
     from specbench.data.training import Batch
 
 BEGUN, IDS = "begun.json", "ids.bin"
-HIDDEN = "hidden_"  # what a batch calls states begins so
+HIDDEN = "hidden_"  # prefix of a batch's keys for states
 ANEW = "remove the folder, and `specbench states` makes it anew"
-SAMPLED = 64  # values of each weight, which tell targets apart
+SAMPLED = 64  # values of each weight, which identify a target
 HELD_OUT, HELD_OUT_ROWS = "held_out", 64
 TOO_MANY = 10_000  # conversations in a row without anything to learn from
 Item = TypeVar("Item")
@@ -83,12 +83,12 @@ SETTINGS = {
 
 
 def key_of(tap: int) -> str:
-    """What a batch calls the target's states of a tap."""
+    """Returns a batch's key for the states of a tap."""
     return f"{HIDDEN}{'normed' if tap == NORMED else tap}"
 
 
 def arrays_for(taps: Iterable[int] = ()) -> frozenset[str]:
-    """What a training reads of a folder beside ids and weights: these depths, the normed states, the distributions."""
+    """Returns what a training reads beside ids and weights: these depths, the normed states, the distributions."""
     return frozenset({LIKELIEST, PROBS, *map(key_of, (*taps, NORMED))})
 
 
@@ -96,7 +96,7 @@ FINALS = arrays_for()
 
 
 def check_context(cfg: DictConfig, pair: Pair) -> None:
-    """Raises UserError where rows of `cfg.length` tokens do not fit into the context of a pair."""
+    """Raises UserError if rows of `cfg.length` tokens do not fit into the context of a pair."""
     if cfg.length > pair.context_length:
         raise UserError(f"length={cfg.length} does not fit into the context of {pair.context_length} tokens")
 
@@ -124,7 +124,7 @@ def rows_of(
 
 
 def wanted(items: Iterable[Item], is_wanted: Callable[[Item], bool], lacking: str) -> Iterator[Item]:
-    """The items that are wanted. Raises UserError with the text `lacking` where none comes for long."""
+    """The items that are wanted. Raises UserError with the text `lacking` if none comes for long."""
     skipped = 0
     for item in items:
         skipped = 0 if is_wanted(item) else skipped + 1
@@ -175,7 +175,7 @@ def write(cfg: DictConfig) -> Path:
 
 
 def saved(cfg: DictConfig) -> str | None:
-    """Where a command that is stopped goes on; None: it begins anew."""
+    """Returns where a stopped command resumes, or None if it restarts."""
     out = Path(cfg.out)
     if not (out / BEGUN).exists():
         return None
@@ -194,7 +194,7 @@ def _write(cfg: DictConfig) -> Path:
     pair = load_pair(training_pair(cfg.pair), cfg.seed, with_draft=False)
     check_context(cfg, pair)
     layers = pair.target.config.get_text_config().num_hidden_layers
-    # What transformers gives after the last layer is normed already.
+    # The states after the last layer are normed already in transformers.
     if wrong := [tap for tap in cfg.taps if not NORMED <= tap < layers]:
         raise UserError(
             f"taps holds {wrong[0]}, and the target has the depths 0 to {layers - 1}, and -1 after its norm"
@@ -220,7 +220,7 @@ def _write(cfg: DictConfig) -> Path:
             store(held_out, HELD_OUT_ROWS, cfg, pair, out / HELD_OUT, wanted)
         record = wanted | {"tokens": cfg.tokens, "left_out": count_left_out(cfg)}
         if cfg.tokens is None:
-            # Text takes far less time than states of it: counted, so that the bar has an end.
+            # Counting rows takes far less time than their states; the bar then has an end.
             count = sum(1 for _ in watched(rows_of(cfg, pair, epochs=1), "counting rows", "row"))
         else:
             count = -(-cfg.tokens // cfg.length)
@@ -230,14 +230,14 @@ def _write(cfg: DictConfig) -> Path:
 
 
 def is_finished(out: Path, tokens: int | None) -> bool:
-    """Whether a folder holds the states of so many tokens (None: of all) and no fewer.
+    """Whether a folder holds the states of `tokens` tokens (None: of all).
 
     Raises:
         UserError: it holds more.
     """
     if not (out / RECORD).exists():
         return False
-    stored = read_json(out / RECORD).get("tokens", tokens)  # older folders do not tell
+    stored = read_json(out / RECORD).get("tokens", tokens)  # older folders lack it
     if (stored or inf) > (tokens or inf):
         raise UserError(
             f"the folder of states '{out}' was made with tokens={stored or 'null'}, which is more than {tokens}: "
@@ -247,9 +247,9 @@ def is_finished(out: Path, tokens: int | None) -> bool:
 
 
 def arrays_of(record: dict[str, Any]) -> dict[str, tuple[type, int]]:
-    """The files of a folder (NAME.bin) by what a batch calls them: the type of a number, and how many a token has.
+    """Returns the files of a folder (NAME.bin) by their key in a batch: dtype, and number of values per token.
 
-    Numbers of 16 bits are bfloat16, which numpy does not know.
+    Integers of 16 bits are bfloat16, which numpy lacks.
     """
     arrays: dict[str, tuple[type, int]] = {"ids": (np.int32, 1), "weights": (np.float32, 1)}
     arrays |= {key_of(tap): (np.int16, record["hidden_size"]) for tap in record["taps"]}
@@ -267,7 +267,7 @@ def _row_sizes(folder: Path, length: int, record: dict[str, Any]) -> dict[Path, 
 
 
 def _rows_in(folder: Path, cfg: DictConfig, record: dict[str, Any]) -> int:
-    """Rows of full batches that every file of a folder holds: a stopped command goes on after them."""
+    """Rows of full batches that every file of a folder holds: a stopped command resumes after them."""
     sizes = _row_sizes(folder, cfg.length, record).items()
     done = min((path.stat().st_size // size if path.exists() else 0) for path, size in sizes)
     return done - done % cfg.batch_size
@@ -284,7 +284,7 @@ def store(
         cfg: conf/states.yaml.
         pair: with the target.
         out: the folder.
-        record: what it is to say of itself, beside its number of rows.
+        record: content of its record, beside its number of rows.
     """
     make_folder(out)
     done = _rows_in(out, cfg, record)
@@ -308,7 +308,7 @@ def store(
             raw = tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
             with file_errors(writing=out):
                 files[name].write(raw.numpy().tobytes())
-                files[name].flush()  # so that all of it counts where the command is stopped
+                files[name].flush()  # so that all of it counts if the command is stopped
         done += len(ids)
     with file_errors(writing=out):
         for file in files.values():
@@ -321,7 +321,7 @@ def distributions(finals: torch.Tensor, batch: Batch, pair: Pair, top: int) -> d
 
     Args:
         finals: [B, T, d] its states after its final norm.
-        batch: whose weights say which tokens count: places in front of others get zeros.
+        batch: its weights define which tokens count: places in front of others get zeros.
         pair: the target.
         top: how many tokens.
     """
@@ -339,10 +339,10 @@ def distributions(finals: torch.Tensor, batch: Batch, pair: Pair, top: int) -> d
 
 
 def check_states(cfg: DictConfig) -> None:
-    """Checks the folder `cfg.states` of a training as far as that takes no weights.
+    """Checks the folder `cfg.states` of a training as far as possible without weights.
 
     Raises:
-        UserError: it is not finished or is damaged, holds other rows, or lacks what the training asks of it.
+        UserError: it is not finished or is damaged, holds other rows, or lacks what the training needs.
     """
     for held_out in (False, True):
         record = _record(cfg, text_facts(cfg), held_out)
@@ -356,7 +356,7 @@ def check_states(cfg: DictConfig) -> None:
 def _record(cfg: DictConfig, wanted: dict[str, Any], held_out: bool) -> dict[str, Any]:
     """The record of the rows in `cfg.states`.
 
-    Raises UserError where it or a file beside it is damaged, where it has other facts, or there are too few rows.
+    Raises UserError if it or a file beside it is damaged, if it has other facts, or if there are too few rows.
     """
     folder = _folder(cfg, held_out)
     if not (folder / RECORD).is_file():
@@ -394,17 +394,17 @@ def batches_of_states(
     stride: int = 1,
     arrays: Collection[str] | None = None,
 ) -> Iterator[Batch]:
-    """Endless batches of the rows in `cfg.states`, each epoch in an order of its own.
+    """Yields batches of the rows in `cfg.states` endlessly, each epoch in a new order.
 
-    Those that are held out are few: a batch may have fewer rows than `cfg.batch_size`.
+    There are few held-out rows: a batch may have fewer than `cfg.batch_size`.
 
     Args:
         cfg: settings of the trainer.
         pair: with the target.
         held_out: whether the rows are those that are never trained on.
         start: batches in front of the first one; those that are skipped are not read.
-        stride: of so many batches one is given.
-        arrays: what a batch has beside ids and weights, as it calls that; None: the states of all taps, and the
+        stride: every `stride`-th batch is yielded.
+        arrays: keys of a batch beside ids and weights; None: those of the states of all taps, and of the
             distributions.
 
     Raises:

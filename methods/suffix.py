@@ -66,7 +66,7 @@ class SuffixDecoding(Drafter):
         self.forget()
 
     def open(self, slots: Slots, target: StagedModel) -> None:
-        """Makes room for what is known of each sequence."""
+        """Makes room for the state of each sequence."""
         self._sequences: list[SequenceState | None] = slots.values(lambda: None)
         self._texts = slots.values(self._automaton)
         self._matches = slots.values(lambda: Match(self._answers, self.max_match))
@@ -113,7 +113,7 @@ class SuffixDecoding(Drafter):
         return [*self._learnt]
 
     def restore(self, state: list[list[int]]) -> None:
-        """Knows the answers of the file and of a snapshot, and no others."""
+        """Restores the answers of the file and of a snapshot, no others."""
         self._learnt: list[list[int]] = []
         # A copy, as building it anew would take long after a large file.
         self._answers = self._start.copy() if self.shared else self._start
@@ -128,7 +128,7 @@ class SuffixDecoding(Drafter):
         return SuffixAutomaton(self.max_match + self.max_draft_tokens)
 
     def _best(self, slot: int, nodes: int, depth: int) -> Counted:
-        """The best tree of at most so many nodes; of equal ones that of the longer match, then the sequence's own."""
+        """Returns the best tree of at most `nodes` nodes; ties: the longer match first, then the sequence's own."""
         best = Counted()
         for automaton, state, length in self._ends(slot):
             most = min(int(self.factor * length), nodes)
@@ -140,13 +140,13 @@ class SuffixDecoding(Drafter):
         return best
 
     def _ends(self, slot: int) -> Iterator[tuple[SuffixAutomaton, int, int]]:
-        """The ends of the text that stood somewhere before: automaton, state and length, the longest ones first."""
+        """Suffixes of the text that occurred before: automaton, state and length, the longest ones first."""
         in_text = ((self._texts[slot], *end) for end in self._texts[slot].earlier(self.max_match))
         in_answers = ((self._answers, *end) for end in self._matches[slot].stretches())
         return heapq.merge(in_text, in_answers, key=lambda end: -end[2])
 
     def _followers(self, automaton: SuffixAutomaton) -> Callable[[int, int], list[tuple[int, int, float]]]:
-        """What `likeliest` asks for."""
+        """Returns the callback for `likeliest`."""
 
         def followers(state: int, _: int) -> list[tuple[int, int, float]]:
             continuations = automaton.followers(state)

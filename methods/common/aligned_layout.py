@@ -18,14 +18,13 @@ if TYPE_CHECKING:
 class AlignedLayout(RaggedLayout):
     """All sequences of a round write to the same entries, the first that are free in every one of them.
 
-    Where a sequence keeps fewer tokens than another, holes remain (entries at `EMPTY`), and in front of a shorter
-    sequence. Realigning moves the content of each slot together and up to the common end (EQSPEC's
-    unpad-append-repad).
+    Holes (entries at `EMPTY`) remain if a sequence keeps fewer tokens than another, and in front of a shorter
+    sequence. Realigning compacts the content of each slot up to the common end (EQSPEC's unpad-append-repad).
 
     Args:
         cache: where the sequences are.
-        slack: realign when the sequences take this share more entries than the longest of them needs. None: after every
-            round in which they did not keep equally many tokens.
+        slack: realign when the batch uses this share more entries than its longest sequence needs. None: after every
+            round in which sequences kept different numbers of tokens.
     """
 
     aligns = True
@@ -47,7 +46,7 @@ class AlignedLayout(RaggedLayout):
         return super().prefill_view(slot, length)
 
     def begin_round(self, lengths: list[int], n: int) -> None:
-        """Begins a round, and realigns first where there are more holes than `slack` allows."""
+        """Begins a round; realigns first if there are more holes than `slack` allows."""
         b = len(lengths)
         longest = max(lengths) - 1  # the pending token has no entry yet
         self._end, self._width = max(self._ends[:b]), 0
@@ -93,11 +92,11 @@ class AlignedLayout(RaggedLayout):
             on_path = torch.arange(path.shape[1], device=path.device) < count.unsqueeze(1)
             gone = (steps > 0).repeat(b, 1)
             gone.scatter_(1, (path + 1) * on_path, False)
-            self._ends[:b] = [end + width] * b  # not looked at on the host: the last node may lie anywhere
+            self._ends[:b] = [end + width] * b  # not known on the host: the last node may be anywhere
         self._held[:b, end : end + width].masked_fill_(gone, EMPTY)
 
     def move(self, sources: list[int], destinations: list[int], kv_len: int) -> None:
-        """Copies whole slots with what is known of their entries, all at once."""
+        """Copies whole slots with the positions of their entries, all at once."""
         ends = [self._ends[source] for source in sources]
         super().move(sources, destinations, max(ends))
         move_slots(self._held, sources, destinations)
@@ -107,7 +106,7 @@ class AlignedLayout(RaggedLayout):
     def _realign(self, b: int, longest: int) -> None:
         """Moves the content of the first `b` slots together, so that each ends at entry `longest`."""
         held = self._held[:b, : self._end]
-        # Content in the order of its positions, holes in front of it; of the holes only as many as are needed.
+        # Content in order of position; in front of it as many holes as are needed.
         keys = held.masked_fill(held == EMPTY, -1)
         order = keys.argsort(dim=1, stable=True)[:, self._end - longest :]
         aligned = held.gather(1, order)
@@ -121,8 +120,8 @@ class AlignedLayout(RaggedLayout):
 def gather(cache: KVCache, order: torch.Tensor) -> None:
     """Moves the entries order[i] of slot i, order [b, width], to its first `width` entries.
 
-    Layer by layer: what is copied then stays small enough for the caches of a CPU (all at once it took six times as
-    long on the embedded target), and on a GPU needs little memory.
+    It works layer by layer: the copies then fit into a CPU's caches (all at once took six times as long on the
+    embedded target) and need little memory on a GPU.
     """
     b, width = order.shape
     for segment in cache.segments:

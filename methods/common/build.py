@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 # Steps are processes forked from one that has imported what takes seconds.
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["methods.common.training", "transformers.models.llama.modeling_llama"])
-POLL_SECONDS = 0.1  # until steps that are ended have ended
+POLL_SECONDS = 0.1  # between checks that terminated steps have ended
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class Step:
 
     Attributes:
         name: for the progress bar.
-        minutes: that it takes, times the cores that it takes.
-        result: the file whose presence means that it is done; beside it lies the command that made it.
-        command: module and arguments; or what is called in this very process.
+        minutes: duration times number of cores.
+        result: the file whose presence means that it is done; the command that made it is stored beside it.
+        command: module and arguments, or a function that is called in this process.
     """
 
     name: str
@@ -52,10 +52,10 @@ class Step:
 
 
 def is_done(step: Step) -> bool:
-    """Whether the result of a step is there. Raises UserError where another command made it."""
+    """Whether the result of a step exists. Raises UserError if another command made it."""
     if not step.result.exists():
         return False
-    if callable(step.command) or not step.made_by.exists():  # older builds do not tell
+    if callable(step.command) or not step.made_by.exists():  # older builds lack it
         return True
     then, now = read_json(step.made_by)["command"], step.command
     before, after = (
@@ -82,7 +82,7 @@ def _as_a_program(command: Sequence[str], log: Path, threads: int) -> None:
 
 
 def _end_with_parent() -> None:
-    """Ends this process when the build is gone: the process that it was forked from, which stays, is another one."""
+    """Ends this process when the build is gone; the fork server, its parent process, stays."""
     build = multiprocessing.parent_process()
     if build is not None:
         build.join()
@@ -99,7 +99,7 @@ def run(step: Step, logs: Path, threads: int, running: dict[str, BaseProcess]) -
         running: holds the process of each step while it runs, by the step's name.
 
     Raises:
-        SystemExit: it failed, with the log's last line.
+        SystemExit: it failed; the message has the log's last line.
     """
     if callable(step.command):
         step.command()
@@ -120,19 +120,19 @@ def run(step: Step, logs: Path, threads: int, running: dict[str, BaseProcess]) -
 
 
 def run_all(groups: list[list[Step]], logs: Path, cores: int, label: str) -> None:
-    """Does every step that is left: one that is alone on all cores, several on a core each.
+    """Runs every step that is left: the only step of a group on all cores, others on one core each.
 
-    Where this process is interrupted, the steps that run are ended.
+    If this process is interrupted, it terminates the running steps.
 
     Args:
-        groups: steps; those of one group do not need each other, and need all of the groups before.
+        groups: steps; steps of a group are independent, and need all earlier groups.
         logs: folder of a log for each step.
         cores: steps that run at a time.
         label: of the progress bar.
 
     Raises:
         UserError: a result was made by another command.
-        SystemExit: a step failed; those that run come to their end first, none is begun.
+        SystemExit: a step failed; running steps finish first, and no new one starts.
     """
     remaining = [[step for step in group if not is_done(step)] for group in groups]
     minutes = sum(step.minutes for group in remaining for step in group)
@@ -142,7 +142,7 @@ def run_all(groups: list[list[Step]], logs: Path, cores: int, label: str) -> Non
         ThreadPoolExecutor(cores) as pool,
     ):
         for all_steps, group in zip(groups, remaining, strict=True):
-            # One of several that is left alone has one, too: it continues as it began.
+            # The last one left of several also has one: it continues as it began.
             threads = cores if len(all_steps) == 1 else 1
             steps = {pool.submit(run, step, logs, threads, running): step for step in group}
             try:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 Module = TypeVar("Module", bound=torch.nn.Module)
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
-ANGLES = "rotary_emb.inv_freq"  # made anew: older versions of transformers kept them among the weights
+ANGLES = "rotary_emb.inv_freq"  # recomputed: older versions of transformers kept them among the weights
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"  # copies of the target's, which many files hold
 
 
@@ -75,9 +75,9 @@ def read_checkpoint(
 
 
 def fetched(folder: Path, files: Sequence[str]) -> Path:
-    """The folder itself, or, where there is none and its name has the form of a hub id, the hub's files in the cache.
+    """Returns the folder, or the cached files of the hub if there is none and its name has the form of a hub id.
 
-    Raises UserError for one that is neither there nor on the hub.
+    Raises UserError if it exists neither here nor on the hub.
     """
     if folder.is_dir() or len(folder.parts) != 2 or folder.is_absolute():
         return folder
@@ -93,9 +93,9 @@ def check_width(folder: str | Path, what: str, width: int | None, target: int) -
 
 
 def check_vocabulary(folder: str | Path, what: str, vocab: int | None, target: int) -> None:
-    """Warns where a part's config.json names another number of tokens than its target has.
+    """Warns if a part's config.json names another vocabulary size than its target has.
 
-    A fine-tune with a few tokens more is no other target; a model of another family with states as wide is one.
+    This is no error: the target may be a fine-tune with a few more tokens, not only a model of another family.
     """
     if vocab not in (None, target):
         warn(f"{what} in '{folder}' were made for a target of {vocab} tokens, and this one has {target}")
@@ -108,7 +108,7 @@ def check_target(
     target: StagedModel,
     expansion: Expansion | None,
 ) -> None:
-    """`check_width` and `check_vocabulary` by a part's config.json, whose sizes are those of its target."""
+    """Applies `check_width` and `check_vocabulary` to a part's config.json, which has its target's sizes."""
     width, _, vocab = sizes_trained_for(target, expansion)
     check_width(folder, what, settings.get("hidden_size"), width)
     check_vocabulary(folder, what, settings.get("vocab_size"), vocab)
@@ -124,13 +124,13 @@ def check_copy(folder: str | Path, what: str, name: str, copy: torch.Tensor, ori
 def unknown_settings(
     flat: Mapping[str, Any], harmless: set[str], fixed: Mapping[str, Any], architectures: Sequence[str] = ()
 ) -> Iterator[str]:
-    """What a config.json says of a drafting model that is not known here.
+    """Yields what a drafting model's config.json sets that is not supported here.
 
     Args:
         flat: config.json without nesting.
         harmless: settings that change nothing, or that the method reads.
-        fixed: what must have this value, if it is there.
-        architectures: that are known; none: it does not matter.
+        fixed: settings that must have this value if present.
+        architectures: supported ones; empty: all.
     """
     from transformers import LlamaConfig, Qwen3Config  # late: it takes seconds
 
@@ -151,7 +151,7 @@ def unknown_settings(
 def check_tensors(
     folder: str | Path, what: str, state: Mapping[str, torch.Tensor], shapes: Mapping[str, Sequence[int]]
 ) -> None:
-    """Raises UserError, with every name, for tensors that are missing, unknown or of another shape than given."""
+    """Raises UserError that names all tensors that are missing, unknown or of another shape than given."""
     problems = [f"missing {name}" for name in shapes.keys() - state.keys()]
     problems += [f"unknown {name}" for name in state.keys() - shapes.keys()]
     problems += [
@@ -165,13 +165,13 @@ def check_tensors(
 
 
 def fill(folder: str | Path, what: str, model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> None:
-    """Puts tensors into a model of the same names. Raises UserError, as `check_tensors`, where they do not fit."""
+    """Loads tensors into a model by name. Raises UserError as `check_tensors` if they do not fit."""
     check_tensors(folder, what, state, {name: tensor.shape for name, tensor in model.state_dict().items()})
     model.load_state_dict(state)
 
 
 def ready(model: Module, target: StagedModel) -> Module:
-    """A trained part that only drafts from now on: as its target is stored, without gradients, linear layers packed."""
+    """Prepares a trained part for drafting: device and dtype of the target, no gradients, packed linear layers."""
     place_weights(model, target.device, target.dtype)
     model.eval().requires_grad_(False)
     pack_linears(model)
@@ -179,10 +179,10 @@ def ready(model: Module, target: StagedModel) -> Module:
 
 
 def sizes_trained_for(target: StagedModel, expansion: Expansion | None) -> tuple[int, int, int]:
-    """Width, layers and tokens of the target that a part was trained for.
+    """Returns width, layers and tokens of the target that a part was trained for.
 
     Args:
-        target: that is drafted for.
+        target: model to draft for.
         expansion: how it was expanded since; None if it was not.
     """
     if expansion is None:
@@ -191,7 +191,7 @@ def sizes_trained_for(target: StagedModel, expansion: Expansion | None) -> tuple
 
 
 def attention_sizes(target: StagedModel) -> dict[str, Any]:
-    """What the config of one attention layer takes over from its target: width, heads, eps and rotary positions.
+    """Returns the config of one attention layer as of its target: width, heads, eps and rotary positions.
 
     The layer has no biases.
     """
@@ -211,14 +211,14 @@ def attention_sizes(target: StagedModel) -> dict[str, Any]:
 
 
 def rotary_of(config: PretrainedConfig) -> dict[str, Any]:
-    """The rotary settings that a drafting layer takes over from its target; the usual ones where it has none."""
+    """Returns the rotary settings of a drafting layer: the target's, or the usual ones if it has none."""
     rope = getattr(config, "rope_parameters", None) or {}
     settings = {name: value for name, value in rope.items() if name != "partial_rotary_factor"}
     return settings if "rope_theta" in settings else {"rope_type": "default", "rope_theta": 10000.0}
 
 
 def layer_sizes(target: StagedModel) -> dict[str, Any]:
-    """As `attention_sizes`, of a layer with a feed-forward part, as wide as that of the target."""
+    """As `attention_sizes`, for a layer with a feed-forward part as wide as the target's."""
     return attention_sizes(target) | {"intermediate_size": Sizes.of(target.config.to_dict()).inner}
 
 
@@ -230,13 +230,13 @@ def drop_copies(
     expansion: Expansion | None,
     names: Sequence[str] = (EMBEDDING, HEAD),
 ) -> None:
-    """Leaves out copies of the target's embedding and head, which are used in their place.
+    """Removes copies of the target's embedding and head; the originals are used instead.
 
     Args:
         folder: where they were read.
         what: that is in it, for messages.
-        state: the tensors; those of `names` are taken out.
-        target: that is drafted for.
+        state: the tensors; those of `names` are removed.
+        target: model to draft for.
         expansion: how it was expanded; copies are then not compared.
         names: of the tensors, as modules of `target` have them.
 
@@ -252,13 +252,13 @@ def drop_copies(
 def draft_token_ids(
     folder: str | Path, what: str, state: dict[str, torch.Tensor], vocab_size: int, vocab: int
 ) -> torch.Tensor:
-    """Takes the mapping of a draft vocabulary out of the tensors.
+    """Removes the mapping of a draft vocabulary from the tensors.
 
     Args:
         folder: where they were read.
         what: that is in it, for messages.
-        state: with `lm_head.weight`; `d2t` holds for each of its rows how far its token's id follows the row's index,
-            `t2d` which ids have a row.
+        state: with `lm_head.weight`; `d2t` holds for each of its rows the token id minus the row's index, `t2d` which
+            ids have a row.
         vocab_size: ids of the checkpoint's target.
         vocab: ids of the target that is drafted for.
 
@@ -288,7 +288,7 @@ def draft_token_ids(
     if fitting:
         scored[ids] = True
     agrees = fitting and int(scored.sum()) == rows and (t2d is None or torch.equal(scored, t2d.bool()))
-    # Without t2d nothing but its form tells a table: no two kept ids that follow one another, or no kept id beyond.
+    # Without t2d only the form of d2t reveals a wrong table: no adjacent ids are kept, or only the first ones.
     unsure = t2d is None and rows < vocab_size and rows > 1
     if not agrees or (unsure and (bool((offsets.diff() > 0).all()) or not offsets.any())):
         raise refuse(

@@ -22,8 +22,8 @@ class Counted:
     Attributes:
         tokens: of the nodes, parents before their children.
         parents: index of each node's parent, -1 for children of the pending token.
-        score: the sum of the shares along the paths of all nodes: the tokens that are accepted if they follow as often
-            as before.
+        score: the sum over all nodes of the product of shares along the path: the expected number of accepted tokens
+            if tokens follow as often as before.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -38,15 +38,15 @@ def likeliest(
     depth: int,
     least: float = 0.0,
 ) -> Counted:
-    """The likeliest nodes after a position, from the likeliest on; of equal ones those that were found first.
+    """Returns the likeliest nodes after a position, likeliest first; ties are in order of discovery.
 
     Args:
         position: where the pending token ends.
-        followers: (a position, tokens between it and the pending one) -> token, position after it and share among what
-            followed, of each token.
-        nodes: of the tree at most.
-        depth: of the tree at most.
-        least: the product of shares that a node must have.
+        followers: (a position, tokens between it and the pending one) -> for each token that followed: token, position
+            after it and share.
+        nodes: most nodes of the tree.
+        depth: most levels of the tree.
+        least: least product of shares of a node.
     """
     tree = Counted()
     order = count()
@@ -69,15 +69,15 @@ def likeliest(
 
 
 def most_frequent(columns: np.ndarray, end: int, nodes: int, children: int) -> Counted:
-    """The tree of the most frequent beginnings of some texts: the nodes, in the order, of `likeliest` for these texts.
+    """Returns the tree of the most frequent prefixes of some texts, the same as `likeliest` for these texts.
 
-    A node is a stretch of neighbouring texts with one beginning, as they are sorted. All are found at once.
+    The texts are sorted, so a node is a run of neighbours with a common prefix. All nodes are found at once.
 
     Args:
-        columns: [depth, n] the tokens of n texts, which are sorted by them; those after an end do not count.
+        columns: [depth, n] the tokens of n sorted texts; those after an end do not count.
         end: the token that ends a text, the largest one.
-        nodes: of the tree at most.
-        children: of a node at most, the most frequent ones, of equal ones those with the smaller token.
+        nodes: most nodes of the tree.
+        children: most children of a node: the most frequent ones; of equal ones, the smaller token.
     """
     depth, n = columns.shape
     begins = np.ones(depth * n + 1, dtype=bool)
@@ -85,7 +85,7 @@ def most_frequent(columns: np.ndarray, end: int, nodes: int, children: int) -> C
     np.logical_or.accumulate(differ, axis=0, out=begins[:-1].reshape(depth, n)[:, 1:])
     # The first text of each node, level by level, and the end.
     starts = begins.nonzero()[0]
-    # Children stand side by side: the first one of each node.
+    # Siblings are adjacent: the first child of each node.
     below = starts[:-1].searchsorted(starts + n).tolist()
     first, tokens = starts.tolist(), columns.ravel()[starts[:-1]].tolist()
 

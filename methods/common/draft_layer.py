@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 
 class CachedLayer(nn.Module):
-    """Base of what drafts with attention layers: their rotary positions, and a cache for their keys and values.
+    """Base of drafting models with attention layers: their rotary positions, and a cache for keys and values.
 
     Attributes:
         taps: depths of the target whose states they read, as in `Drafter`.
-        token_ids: [rows] tokens of the target that a head of their own scores, by row; None: they have none, and the
-            target's is used.
-        depth: layers that attend.
-        compiled_layers: names of layers that are nothing but called: on a CPU they are compiled.
+        token_ids: [rows] tokens of the target that the model's own head scores, by row; None: it uses the target's
+            head.
+        depth: number of attention layers.
+        compiled_layers: names of layers that are only called: on a CPU they are compiled.
 
     Args:
         config: of the layers; heads and rotary settings are used.
@@ -59,20 +59,20 @@ class CachedLayer(nn.Module):
         return []
 
     def embed(self, tokens: torch.Tensor, target: StagedModel) -> torch.Tensor:
-        """Token ids [b, n] -> [b, n, e], by the target's embedding where they have none of their own."""
+        """Token ids [b, n] -> [b, n, e], by the target's embedding unless the model has one."""
         return target.embed(tokens)
 
     def features(self, states: dict[int, torch.Tensor]) -> torch.Tensor:
-        """The target's states [b, n, d] of each tap -> [b, n, h] for the layers: of a single tap, as they are."""
+        """The target's states [b, n, d] of each tap -> [b, n, h] for the layers; a single tap's unchanged."""
         (tap,) = self.taps
         return states[tap]
 
     def pass_bytes(self) -> int:
-        """Bytes of weights that a pass reads, those of a head of their own included; look-ups read none."""
+        """Bytes of weights that a pass reads, including the model's own head; look-ups read none."""
         return weight_bytes(self) - sum(table.nbytes for table in self.tables)
 
     def logits(self, output: torch.Tensor) -> torch.Tensor:
-        """Outputs [..., h] -> logits [..., rows] of the head of their own that `token_ids` tells of."""
+        """Outputs [..., h] -> logits [..., rows] of the model's own head, see `token_ids`."""
         raise NotImplementedError
 
     def new_cache(self, capacity: int, slots: int = 1) -> KVCache:
@@ -86,7 +86,7 @@ class CachedLayer(nn.Module):
         return cast("tuple[torch.Tensor, torch.Tensor]", self.rotary(like, positions))
 
     def for_drafting(self, pair: Pair) -> Self:
-        """A copy with cheaper calls, whose layers are compiled where those of the pair's target are."""
+        """Returns a copy with cheaper calls; its layers are compiled if the pair's target's are."""
         return compiled_copy(self, *(self.compiled_layers if options_of(pair.target).compile else ()))
 
 
@@ -95,7 +95,7 @@ class DraftLayer(CachedLayer):
 
     Args:
         config: one layer; hidden size, heads, eps and rotary settings are used.
-        layer: called with states, and as `LayerCache.arguments` says.
+        layer: called with states and `LayerCache.arguments`.
     """
 
     def __init__(self, config: LlamaConfig, layer: nn.Module):

@@ -4,7 +4,7 @@ A path's score is the sum of the logarithms of its tokens' probabilities under t
 level the `width` nodes with the best scores get `width` children each. All of them are candidates, and those with the
 best scores become the tree.
 
-Where all tokens of a level are guessed at once, whatever stands before them, the best tree is found outright
+If all tokens of a level are guessed at once, whatever precedes them, the best tree is found directly
 (`tree_of_marginals`; DDTree, arXiv 2604.12989).
 
 Nothing is read from the device: all sequences of a batch have equally many candidates, levels and nodes.
@@ -20,15 +20,15 @@ from specbench.decoding.tree import Tree
 
 
 def most_nodes(width: int, levels: int) -> int:
-    """The number of candidates of so many levels."""
+    """Number of candidates of `levels` levels."""
     return width + (levels - 1) * width**2
 
 
 class Growth:
     """The candidates of a batch of trees, while they grow: `add` the children of the first state, then `expand`, `add`.
 
-    Candidates stand in the order of their levels. Equal scores are told apart by that order: a node's score is never
-    above its parent's, so with a node its parent is always among the best, even where probabilities round to 1.
+    Candidates are in the order of their levels, which also breaks ties between scores: a node's score is never above
+    its parent's, so the parent of a chosen node is always chosen, too, even if probabilities round to 1.
 
     Args:
         width: nodes of a level that get children, and children of each.
@@ -48,7 +48,7 @@ class Growth:
         """Adds a level.
 
         Args:
-            logits: [b, n, rows] after the pending token (n is 1) or the nodes that `expand` gave.
+            logits: [b, n, rows] after the pending token (n is 1) or those of `expand`.
         """
         tokens, scores = _likeliest(logits, self.width)
         if self._above is not None:
@@ -66,8 +66,8 @@ class Growth:
         """Chooses the nodes of the newest level that get children, the best ones first.
 
         Returns:
-            Their tokens [b, width], as rows of the drafter's head; and for each [b, width] the index of its parent
-            among those that were chosen at the level above.
+            Their tokens [b, width], as rows of the drafter's head; and the index [b, width] of each one's parent
+            among those chosen at the level above.
         """
         best = _best_first(self._scores[-1])[:, : self.width]
         self._frontier = self._begins + best
@@ -89,11 +89,11 @@ class Growth:
 
 
 def next_level(tree: Tree | None, above: torch.Tensor) -> Tree:
-    """A tree with one more level: it costs less to add one than to make the tree anew.
+    """Returns a tree with one more level, which is cheaper than a new tree.
 
     Args:
         tree: whose last n nodes are its deepest level; None: there is no level yet.
-        above: [b, n] the index of each new node's parent among these; of the first level it says nothing.
+        above: [b, n] the index of each new node's parent among these; not used for the first level.
     """
     if tree is None:
         return Tree.of(torch.full_like(above, -1))
@@ -110,14 +110,14 @@ def next_level(tree: Tree | None, above: torch.Tensor) -> Tree:
 def tree_of_marginals(
     logits: torch.Tensor, children: torch.Tensor, width: int, nodes: int
 ) -> tuple[torch.Tensor, Tree]:
-    """The tree of a number of nodes whose expected acceptance is the greatest, if each level guesses by itself.
+    """Returns the tree of `nodes` nodes with the greatest expected acceptance if levels are independent.
 
-    A path's probability is the product of its tokens'. Of a level at most `nodes` paths can be among the best.
+    A path's probability is the product of its tokens'. At most `nodes` paths of a level can be among the best.
 
     Args:
         logits: [b, levels, rows] of the tokens after the pending one, as many levels as the tree may have.
-        children: what `candidate_children` gives for `width`.
-        width: paths of a level that are looked at, at least `nodes` and at most as many as rows.
+        children: `candidate_children` of `width`.
+        width: paths of a level that are considered, at least `nodes` and at most as many as rows.
         nodes: of the tree.
 
     Returns:
@@ -137,9 +137,9 @@ def tree_of_marginals(
 
 
 def candidate_children(width: int, device: torch.device) -> torch.Tensor:
-    """Which children of a level's best paths may be among the `width` best paths of the next level.
+    """Returns those children of a level's best paths that may be among the `width` best of the next level.
 
-    The child of rank r of the i-th best path has (i + 1)(r + 1) - 1 paths beside it that are no worse.
+    At least (i + 1)(r + 1) - 1 others are no worse than the child of rank r of the i-th best path.
 
     Returns:
         [2, n] indices of paths, and ranks of their children.
@@ -152,8 +152,8 @@ def _likeliest(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Te
     """The likeliest rows [..., count] of logits [..., rows], and the logarithms of their probabilities."""
     tokens = likeliest_ids(logits, count)
     log_probs = logits.gather(-1, tokens).float() - logits.float().logsumexp(-1, keepdim=True)
-    # The difference is never above 0, as the sum is never below its largest part. What is no number must not win, nor
-    # come without its parent.
+    # The difference is never above 0, as the sum is never below its largest term. NaN must neither win nor come without
+    # its parent.
     return tokens, log_probs.clamp(max=0).nan_to_num(nan=float("-inf"), neginf=float("-inf"))
 
 
@@ -178,5 +178,5 @@ def _best_nodes(
 
 
 def _best_first(scores: torch.Tensor) -> torch.Tensor:
-    """Indices [b, n] that sort scores [b, n] from the best one down, equal ones as they stand."""
+    """Indices [b, n] that sort scores [b, n] from the best one down; the sort is stable."""
     return scores.sort(dim=1, descending=True, stable=True).indices

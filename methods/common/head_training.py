@@ -1,7 +1,7 @@
 """Training heads that guess tokens further ahead: the loss, how often they are right, the tree of their ranks.
 
-Head i at place t guesses token t + 2 + i. It learns the target's own distribution of that token. The loss counts the
-tokens that the assistant says, by the token that is guessed.
+Head i at position t guesses token t + 2 + i. It learns the target's own distribution of that token. A guess counts in
+the loss if the guessed token is the assistant's.
 """
 
 from __future__ import annotations
@@ -37,27 +37,27 @@ RANKS, COUNTED_BATCHES = 10, 40  # of a tree: the lowest ranks, and batches that
 
 
 class Guesses(torch.nn.Module):
-    """Base of the losses of what guesses several tokens ahead of a target, which stays as it is."""
+    """Base of the losses of models that guess several tokens ahead of a frozen target."""
 
     def __init__(self, target: StagedModel):
         super().__init__()
         self.target, self.head = target, Head.of(target.model)
 
     def choices(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """First choices [k, n] of k guesses and of the target, after the places that enough said tokens follow."""
+        """First choices [k, n] of k guesses and of the target, at positions that enough assistant tokens follow."""
         raise NotImplementedError
 
     def rank_paths(self, batch: Batch) -> Counter[tuple[int, ...]]:
-        """How often each path of ranks, and each beginning of one, was that of the tokens that the assistant said."""
+        """Counts how often the assistant's tokens had each path of ranks, prefixes of paths included."""
         raise NotImplementedError
 
 
 class HeadDistillation(Guesses):
-    """batch -> cross-entropy of K heads against the target, which stays as it is.
+    """batch -> cross-entropy of K heads against the frozen target.
 
     Args:
         count: K.
-        target: stays as it is.
+        target: frozen.
         decay: head i weighs decay^i in the loss.
         loss: what of a batch is judged.
     """
@@ -67,7 +67,7 @@ class HeadDistillation(Guesses):
         self.count, self.decay, self.loss = count, decay, loss
 
     def states(self, batch: Batch, finals: torch.Tensor) -> list[torch.Tensor]:
-        """Each head's states for its output matrix, at the places that it can guess from.
+        """Returns each head's states for its output matrix, at the positions it can guess from.
 
         Args:
             batch: of B rows of T tokens.
@@ -79,7 +79,7 @@ class HeadDistillation(Guesses):
         raise NotImplementedError
 
     def output(self, _i: int) -> Head:
-        """What the states of head i go through: the target's own head, unless it has another."""
+        """Returns the output matrix of head i: the target's own head, unless it has another."""
         return self.head
 
     def logits(self, states: torch.Tensor, i: int) -> torch.Tensor:
@@ -97,7 +97,7 @@ class HeadDistillation(Guesses):
         return self.loss(batch, self.loss.goals(batch, ahead=1 + self.count), guesses, truth)
 
     def choices(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """First choices [K, n] of the heads and of the target, after the places that K more said tokens follow."""
+        """First choices [K, n] of the heads and of the target, at positions that K more assistant tokens follow."""
         finals, k = finals_of(self.target, batch), self.count
         among = before_answers(batch, k)
         n = among.shape[1]
@@ -119,10 +119,10 @@ def count_ranks(
     batch: Batch,
     count: int,
 ) -> Counter[tuple[int, ...]]:
-    """Counts the paths of the ranks that guesses gave to the tokens that the assistant said.
+    """Counts the paths of ranks that the assistant's tokens had among the guesses.
 
     Args:
-        states: of each of `count` guesses [B, at least T - 2 - i, d]; guess i at place t is of token t + 2 + i.
+        states: of each of `count` guesses [B, at least T - 2 - i, d]; guess i at position t is of token t + 2 + i.
         logits: states [n, d] and i -> logits [n, vocab].
         batch: of B rows of T tokens.
         count: levels of the paths.
@@ -155,8 +155,8 @@ def train_heads(
         module: with what is trained.
         cfg: settings of the trainer.
         pair: with the target.
-        save: called with a folder, a dtype and, by name, what config.json shall say: tree, its counts, figures.
-        begins: what is trained before the first step, for the record.
+        save: called with a folder, a dtype and, by name, entries of config.json: tree, its counts, figures.
+        begins: description of the initial weights, for the record.
         name: of a guess, in the names of figures.
 
     Returns:

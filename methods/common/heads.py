@@ -37,7 +37,7 @@ class DraftHead:
         model: whose head it is.
         target_vocab: ids that the target has, the width of the probabilities handed to verification.
         token_ids: [k] token ids in ascending order, the only ones that are scored; None: all.
-        layers: drafting layers; the head is their own, whose weights are counted with theirs, where they have one.
+        layers: drafting layers; if they have a head, it is used, and its weights are counted with theirs.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class DraftHead:
         head = model.lm_head
         if not isinstance(head, torch.nn.Linear) or type(head.weight) is not torch.nn.Parameter:
             raise UserError("a head with quantised weights cannot be trimmed: set vocab=full")
-        # A copy, where drafters are: the rows of a tied embedding stay whole, and the head may lie on another GPU.
+        # A copy on the drafter's device: a tied embedding keeps its rows, and the head may be on another GPU.
         rows = token_ids.to(head.weight.device)
         bias = None if head.bias is None else head.bias[rows].to(model.device)
         self.trimmed = packed_linear(head.weight[rows].to(model.device), bias)
@@ -89,7 +89,7 @@ class DraftHead:
             logits: [b, rows] of this head; or those of the candidates.
             batch: the running sequences.
             place: of the token in the draft, from 0 on.
-            candidates: [b, count] the only rows that are chosen among, in ascending order; None: all.
+            candidates: [b, count] the rows to choose among, in ascending order; None: all.
 
         Returns:
             Token ids [b] of the target and, when sampling, the distributions [b, rows] they were drawn from.
@@ -107,7 +107,7 @@ class DraftHead:
         """Probabilities of a draft over the target's vocabulary.
 
         Args:
-            probs: what `choose` gave for each of the k tokens: [b, rows] each, or None when greedy.
+            probs: from `choose`, for each of the k tokens: [b, rows] each, or None when greedy.
 
         Returns:
             [b, k, target_vocab]; None for a greedy draft.
@@ -129,15 +129,15 @@ class DraftHead:
 
 
 def chosen_at_once(head: DraftHead, logits: torch.Tensor, batch: Batch) -> Chosen:
-    """Chooses all tokens of drafts whose places were guessed in one pass, each by itself, place by place.
+    """Chooses all tokens of drafts that were guessed in one pass, each independently of the others.
 
     Args:
-        head: of the drafter, or what stands in its place.
+        head: of the drafter, or a replacement.
         logits: [b, k, rows] of it.
         batch: the running sequences.
 
     Returns:
-        What a `Draft` begins with.
+        The first fields of a `Draft`.
     """
     return chosen_in_turn(head, batch, logits.shape[1], lambda place, _: logits[:, place])
 
@@ -149,14 +149,14 @@ def chosen_in_turn(
     after: Callable[[int, torch.Tensor], torch.Tensor],
     candidates: torch.Tensor | None = None,
 ) -> Chosen:
-    """Chooses tokens of drafts one after the other, each place's logits corrected by the token in front.
+    """Chooses tokens of drafts one after the other; the logits of each depend on the token before it.
 
     Args:
         head: as in `chosen_at_once`.
         batch: the running sequences.
         k: draft length.
-        after: of a place, from 0 on, and the tokens [b] in front of it: its logits, as `DraftHead.choose` takes them.
-        candidates: [b, k, count] of each place, as there.
+        after: (position, from 0 on, and tokens [b] before it) -> its logits, as for `DraftHead.choose`.
+        candidates: [b, k, count] of each position, as there.
 
     Returns:
         As `chosen_at_once`.
@@ -170,9 +170,9 @@ def chosen_in_turn(
 
 
 def drawable(rows: torch.Tensor) -> torch.Tensor:
-    """Rows as `SamplingParams.select` draws them with uniforms, with row 0 where nothing could be drawn (`NOT_DRAWN`).
+    """Rows drawn by `SamplingParams.select` with uniforms; row 0 if nothing could be drawn (`NOT_DRAWN`).
 
-    A row is looked up before `check_sampled` is called. The target's own draw then fails, as NaN stay in the
+    Rows are looked up before `check_sampled` is called. The target's own draw then fails, as NaN stay in the
     distribution.
     """
     return rows.clamp(min=0)
@@ -184,16 +184,16 @@ def draft_head(
     token_ids: torch.Tensor | None = None,
     layers: CachedLayer | None = None,
 ) -> DraftHead:
-    """The head that a drafter of a pair drafts with: trimmed where the run trims heads (`vocab=trim`).
+    """Returns the head that a drafter of a pair uses, trimmed if the run trims heads (`vocab=trim`).
 
     Args:
         pair: with the target.
         model: whose head it is.
-        token_ids: [k] the only tokens that a trained part scores, where that is so.
-        layers: drafting layers, whose own head is taken where they have one.
+        token_ids: [k] the tokens that a trained part scores, if not all.
+        layers: drafting layers; their own head is used if they have one.
 
     Raises:
-        UserError: the map cannot be used, or a head that scores some tokens alone would be trimmed.
+        UserError: the map cannot be used, or a head that scores only some tokens would be trimmed.
     """
     scored = token_ids if layers is None else layers.token_ids
     if pair.trimmed is None:
@@ -218,13 +218,13 @@ def confidence(logits: torch.Tensor) -> torch.Tensor:
 
 
 class StopTracker:
-    """Which sequences of a batch still draft: the batch goes on until the last one is unsure.
+    """Which sequences of a batch still draft: the batch continues until all have stopped.
 
-    `counts` are the tokens [b] that each has drafted, its first unsure one the last; None when all drafted equally
-    many. A threshold of 0 never stops a sequence, and never waits for the device.
+    `counts` are the tokens [b] that each has drafted, up to and including its first unsure one; None if all are equal.
+    A threshold of 0 never stops a sequence, and never waits for the device.
 
     Args:
-        threshold: a sequence drafts no more after a token whose probability (top-1, temperature 1) lies below it.
+        threshold: a sequence stops after a token whose probability (top-1, temperature 1) is below it.
     """
 
     def __init__(self, threshold: float):
@@ -241,10 +241,10 @@ class StopTracker:
 
         Args:
             likely: its confidence [b].
-            is_last: whether the draft ends after it anyway: then nobody waits for the device to know it.
+            is_last: whether the draft ends after it anyway; if so, the host does not wait for the device.
 
         Returns:
-            Whether any sequence goes on.
+            Whether any sequence continues.
         """
         if self.threshold <= 0:
             return True

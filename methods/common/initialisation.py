@@ -20,7 +20,7 @@ RIDGE, TINY = 1e-3, 1e-30  # of least squares, on inputs of unit size; instead o
 
 @torch.no_grad()
 def begin_like(module: torch.nn.Module, other: torch.nn.Module) -> bool:
-    """Copies all weights of another module, if those of both have the same names and shapes; whether they have."""
+    """Copies all weights of another module if names and shapes are the same; returns whether they are."""
     shapes, others = ({name: w.shape for name, w in m.state_dict().items()} for m in (module, other))
     if shapes != others:
         return False
@@ -34,7 +34,7 @@ def begin_like(module: torch.nn.Module, other: torch.nn.Module) -> bool:
 
 @torch.no_grad()
 def scale_of(norm: Any) -> torch.Tensor:
-    """What a norm multiplies normed states by, [d]: its weight, or 1 more in Gemma's families."""
+    """Returns a norm's factors [d]: its weight, or its weight plus 1 in Gemma's families."""
     signs = torch.ones_like(norm.weight)
     signs[1::2] = -1.0  # of mean 0 and size 1: normed already
     scale = (norm(signs) - norm(-signs)) / 2 * signs
@@ -43,13 +43,13 @@ def scale_of(norm: Any) -> torch.Tensor:
 
 @torch.no_grad()
 def silence(layer: Any) -> None:
-    """Lets a decoder layer add nothing to its input: it learns to, from there on."""
+    """Makes a decoder layer add nothing to its input until it has learnt to."""
     layer.self_attn.o_proj.weight.zero_()
     layer.mlp.down_proj.weight.zero_()
 
 
 def some_of(text: Iterable[Batch]) -> Iterator[Batch]:
-    """The first batches, until they hold as many places as a fit needs."""
+    """Yields the first batches, until they hold enough positions for a fit."""
     places = FITTED_PLACES
     for batch in watched(text, "fit", "batch"):
         yield batch
@@ -61,16 +61,16 @@ def some_of(text: Iterable[Batch]) -> Iterator[Batch]:
 def least_squares(
     pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], bias: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The linear layer that estimates outputs [..., m] from inputs [..., n] best, with a small ridge.
+    """Returns the linear layer that best estimates outputs [..., m] from inputs [..., n], with a small ridge.
 
-    What is trained may begin as it: on states of a real model that saves most of the steps.
+    It serves as initial weights: on states of a real model this saves most of the steps.
 
     Args:
         pairs: inputs and outputs of some places.
         bias: whether it has one.
 
     Returns:
-        Its weight [m, n] and bias [m], which is zero where it has none.
+        Its weight [m, n] and bias [m], zero if it has none.
     """
     moments: Any = None
     products: Any = None

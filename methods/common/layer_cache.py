@@ -1,4 +1,4 @@
-"""What a drafter calls layers of its own with: a cache of their keys and values, and the angles of positions."""
+"""Arguments for calling a drafter's own layers: a cache of their keys and values, and the angles of positions."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class LayerCache:
     """Keys and values of drafting layers for every sequence, and the angles of their positions.
 
     Args:
-        layers: whose they are.
+        layers: the layers.
         slots: of the sequences.
         target: the model that verifies; its runner runs the passes.
         extra: entries of each slot beyond the capacity of `slots`.
-        lag: entries that a sequence has fewer than tokens: 1 where an entry is a pair, of a state and the next token.
-            The last known entry then stands where the pending token does.
+        lag: number of tokens of a sequence minus that of its entries: 1 if an entry is a pair of a state and the next
+            token. The last known entry then takes the place of the pending token.
 
     Attributes:
         layout: of the sequences in the cache.
@@ -64,18 +64,18 @@ class LayerCache:
         further: int = 0,
         longest: int | None = None,
     ) -> Sequence[Any]:
-        """Runs a function that feeds the tokens that stay of a draft, over the draft's entries, as `run` does.
+        """Runs a function as `run` does, to feed the accepted tokens over the draft's entries.
 
-        A sequence that keeps fewer tokens than another is fed others after its end: the next round writes there.
+        A sequence that keeps fewer tokens than another is fed others after its end; the next round overwrites them.
 
         Args:
-            batch: as it was drafted for.
+            batch: that was drafted for.
             verified: the outcome.
-            function: of the batch, how many draft tokens stay [b], and what the layers take [b, n, h] for the target's
-                states of the pending token and those that stay, n being the most that any sequence has.
+            function: of the batch, the numbers [b] of accepted draft tokens, and the features [b, n, h] of the pending
+                token and the accepted ones, n being the most that any sequence has.
             further: entries after these that the function reads or writes.
-            longest: the longest path of the drafter's own drafts. Where more stays of another's, no pass is captured:
-                each such number would be a graph. None: there are no such drafts.
+            longest: the longest path of the drafter's own drafts. If more of another's is accepted, no pass is
+                captured: each such number would need a graph. None: there are no such drafts.
         """
         n, layers = 1 + max(verified.counts), self._layers
         states = [verified.accepted_states(verified.hidden_states[tap]) for tap in layers.taps]
@@ -95,7 +95,7 @@ class LayerCache:
         tree: Tree | None = None,
         masked: bool = True,
     ) -> dict[str, Any]:
-        """What the layers are called with in a pass over states [b, n, d], beside these.
+        """Returns the layers' keyword arguments for a pass over states [b, n, d].
 
         Args:
             batch: the running sequences.

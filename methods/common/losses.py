@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from specbench.data.training import Batch
     from specbench.decoding.model.anatomy import LogitSteps
 
-CHUNK = 512  # positions whose logits are computed at a time; without a checkpoint torch keeps all for the way back
-LIKELIEST, PROBS = "likeliest", "probs"  # what a batch calls the target's stored distributions
+CHUNK = 512  # positions whose logits are computed at a time; without checkpoints the backward pass keeps all
+LIKELIEST, PROBS = "likeliest", "probs"  # keys of the target's stored distributions in a batch
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,12 @@ class Goals:
 
     @classmethod
     def of(cls, batch: Batch, count: int | None, ahead: int = 1) -> Goals:
-        """The tokens of any weight that are at least `ahead` tokens after the beginning of their row.
+        """Returns the tokens with weight that are at least `ahead` tokens after the start of their row.
 
         Args:
             batch: tokens and their weights in the loss.
             count: how many of them, drawn in proportion to their weights and with the same sum of weights, so that the
-                expected loss is the same; None, and where there are no more: all.
+                expected loss is the same; all if None, or if there are no more.
             ahead: the most tokens that a guess looks ahead.
         """
         weights = batch["loss_weight"][:, ahead:]
@@ -53,7 +53,7 @@ class Goals:
         return cls(batch_index, positions + ahead, weights[batch_index, positions]).drawn(count)
 
     def drawn(self, count: int | None) -> Goals:
-        """So many of them, drawn in proportion to their weights, with the same sum; all, where there are no more."""
+        """Draws `count` of them in proportion to their weights, with the same sum; all if there are no more."""
         if count is None or count >= len(self.weights):
             return self
         drawn = torch.multinomial(self.weights, count, replacement=True)
@@ -65,13 +65,13 @@ class Goals:
         return states[self.batch_index, self.positions - ahead]
 
     def split(self, guesses: int = 1) -> Iterator[Goals]:
-        """Parts of at most `CHUNK` guesses, so many of each token: the logits of one part exist at a time."""
+        """Yields parts of at most `CHUNK` guesses, `guesses` of each token, to bound the size of logits."""
         tensors, size = (self.batch_index, self.positions, self.weights), max(1, CHUNK // guesses)
         yield from (Goals(*chunk) for chunk in zip(*(tensor.split(size) for tensor in tensors)))
 
 
 class Distribution(NamedTuple):
-    """Probabilities [n, k] of tokens `ids` [n, k], or of all tokens, where ids is None."""
+    """Probabilities [n, k] of tokens `ids` [n, k], or of all tokens if ids is None."""
 
     probs: torch.Tensor
     ids: torch.Tensor | None = None
@@ -94,7 +94,7 @@ class Head:
     def __call__(self, states: torch.Tensor, ids: torch.Tensor | None = None) -> torch.Tensor:
         """States [n, d] -> logits [n, vocab], or [n, c] of the tokens `ids` [c]; in the dtype of the head.
 
-        The head of a target that is spread over devices may lie on another one than the states.
+        The head of a target that is spread over devices may be on another one than the states.
         """
         weight, bias = self.weight, self.bias
         if ids is not None:
@@ -105,7 +105,7 @@ class Head:
 
 
 class Guess(NamedTuple):
-    """What guesses tokens: states [B, at least T - ahead, d], each of the token `ahead` on, and their head."""
+    """Guesses of tokens: states [B, at least T - ahead, d], each of the token `ahead` on, and their head."""
 
     share: float
     states: torch.Tensor
@@ -120,17 +120,17 @@ class Scored(NamedTuple):
     shifts: torch.Tensor | None = None
 
     def raised(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits [n, c] -> in float32, those of drawn tokens raised: the softmax is that of the whole vocabulary."""
+        """Logits [n, c] -> float32, raised for drawn tokens so that the softmax is that of the whole vocabulary."""
         return logits.float() if self.shifts is None else logits.float() + self.shifts
 
 
 def teacher_of(
     batch: Batch, head: Head, states: torch.Tensor, ahead: int = 1
 ) -> Callable[[Goals], Distribution]:
-    """Some goals -> the target's distributions of them.
+    """Returns a function of goals -> the target's distributions.
 
     Args:
-        batch: the stored ones are taken, if it has them.
+        batch: its stored distributions are used, if any.
         head: the target's.
         states: [B, at least T - ahead, d] its states to compute them from, each of the token `ahead` on.
         ahead: see `states`.
@@ -148,7 +148,7 @@ def teacher_of(
 
 
 def text_of(batch: Batch) -> Callable[[Goals], Distribution]:
-    """Some goals -> the goals themselves, with certainty."""
+    """Returns a function of goals -> their one-hot distributions."""
 
     def text(goals: Goals) -> Distribution:
         ids = batch["input_ids"][goals.batch_index, goals.positions].unsqueeze(1)
@@ -163,8 +163,8 @@ class Loss:
 
     Attributes:
         tokens: of it; None: all. See `Goals.of`.
-        vocab_sample: tokens that stand for all that are not among the target's likeliest ones of any goal; None: the
-            logits of the whole vocabulary are computed.
+        vocab_sample: tokens that represent all but the target's likeliest ones of any goal; None: the logits of the
+            whole vocabulary are computed.
     """
 
     tokens: int | None = None
@@ -182,7 +182,7 @@ class Loss:
     def scored(
         self, truth: Distribution, vocab: int, likeliest: torch.Tensor | None = None
     ) -> tuple[Scored, Distribution]:
-        """What is computed of a vocabulary, and the truth among it; see `sampled`."""
+        """Returns what is computed of a vocabulary, and the truth over it; see `sampled`."""
         if self.vocab_sample is None:
             return Scored(), truth
         return sampled(truth, vocab, self.vocab_sample, likeliest)
@@ -223,20 +223,20 @@ def first_choices(head: Callable[[torch.Tensor], torch.Tensor], states: torch.Te
 def sampled(
     truth: Distribution, vocab: int, count: int, likeliest: torch.Tensor | None = None
 ) -> tuple[Scored, Distribution]:
-    """Part of a vocabulary from which its softmax is estimated.
+    """Selects the part of a vocabulary from which its softmax is estimated.
 
-    The likeliest tokens of all places are in it, and `count` drawn ones stand for the rest: their logits are raised by
-    the log of how many each stands for, so that the sum of the exponentials is right on average (importance sampling
+    It has the likeliest tokens of all positions, and `count` drawn ones that represent the rest: their logits are
+    raised by the log of how many each represents, so that the sum of exponentials is unbiased (importance sampling
     with uniform proposals; Bengio and Senécal 2008).
 
     Args:
-        truth: distributions of n places with ids.
+        truth: distributions of n positions with ids.
         vocab: size of the vocabulary.
         count: of drawn tokens.
         likeliest: [n, k] ids; None: those of the truth.
 
     Returns:
-        c tokens, and the truth with places among these instead of ids.
+        c tokens, and the truth with indices of these instead of ids.
     """
     assert truth.ids is not None
     likely = truth.ids.flatten() if likeliest is None else torch.cat([truth.ids, likeliest], dim=1).flatten()

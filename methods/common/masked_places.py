@@ -1,9 +1,9 @@
 """Rows of a text with masks after some of their places, in one pass: for the training of drafters that fill masks.
 
-Place t with j masks after it guesses tokens further on. All are learnt in one pass over the row and the masks of its
-places, where a mask sees the row up to its place and the masks before it there (PARD, arXiv 2504.18583, section 3.2;
-P-EAGLE, arXiv 2602.01469). Not every place keeps every mask: of each further one only a share does, and those have the
-ones before.
+Position t with j masks after it guesses tokens further on. All are learnt in one pass over the row and its masks; a
+mask sees the row up to its position and the masks before it there (PARD, arXiv 2504.18583, section 3.2; P-EAGLE,
+arXiv 2602.01469). Not every position keeps every mask: each is kept at a share of the positions that have the one
+before.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ MASKED_SETTINGS = {
     "least_retention": Probability,
     "mask_token": Natural | None,
 }
-JUDGED = 4  # of held-out text, every so many places have all masks
+JUDGED = 4  # in held-out text every `JUDGED`-th place has all masks
 
 
 class Places(NamedTuple):
     """The inputs of a pass over a row and its masks: S of them, the row's own T tokens first.
 
     Attributes:
-        places: [S] of the row, that each stands at or is a mask of.
-        masks: [S] how many masks after its place it is; 0: a token.
+        places: [S] position in the row of each token, or of each mask's token.
+        masks: [S] number of each mask at its place, from 1; 0: a token.
     """
 
     places: torch.Tensor
@@ -43,7 +43,7 @@ class Places(NamedTuple):
         )
 
     def attention(self, dtype: torch.dtype) -> torch.Tensor:
-        """What is added to scores [S, S]: 0 where an input sees another, else the least number of `dtype`."""
+        """Returns the additive mask [S, S]: 0 if an input sees another, else the least number of `dtype`."""
         place, mask = self.places.unsqueeze(1), self.masks.unsqueeze(1)
         tokens = (self.masks == 0) & (self.places <= place)
         masks = (self.masks > 0) & (self.places == place) & (self.masks <= mask)
@@ -66,7 +66,7 @@ def places_by_masks(length: int, shares: list[float], device: torch.device) -> l
         device: of the places.
 
     Returns:
-        For each j the places [n_j] that have j masks or more, in ascending order; the last ones have nothing to guess.
+        For each j the places [n_j] that have j masks or more, ascending, without the last: they have nothing to guess.
     """
     order = torch.randperm(length, device=device)
     by_masks = [order[: round(share * length)].sort().values for share in shares]

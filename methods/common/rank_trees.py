@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     Choose = Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
 
 Path = tuple[int, ...]
-BLOCK = 64  # of logits, whose maximum is looked at first
+BLOCK = 64  # logits per block; block maxima are found first
 # How likely each rank is to be accepted, relative to the others: orders the nodes of a tree that is cut.
 LIKELY = (0.5, 0.14, 0.08, 0.05, 0.04, 0.03, 0.025, 0.02, 0.016, 0.013)
 
@@ -34,11 +34,11 @@ def chance(path: Path) -> float:
 
 
 def grown(root: int, children: str) -> list[Path]:
-    """The nodes of a tree that is given by numbers of children, which always have the first ranks: the likeliest first.
+    """Returns the nodes of a tree given by numbers of children, likeliest first; children have the first ranks.
 
     Args:
         root: children of the pending token.
-        children: of other nodes, by the ranks that lead to them: "001:2 ..."; none where nothing is given.
+        children: of other nodes, by the ranks that lead to them: "001:2 ..."; 0 if not given.
     """
     counts = dict(entry.split(":") for entry in children.split())
     paths: list[Path] = [(rank,) for rank in range(root)]
@@ -57,15 +57,15 @@ EAGLE_TREE = grown(4, "0:3 1:2 2:2 3:1 00:3 01:2 02:2 10:1 000:3 0000:2")
 
 
 def chosen_paths(named: Iterable[Sequence[int]] | None, heads: int, nodes: int | None) -> list[Path]:
-    """The nodes of a tree that heads fill, one of them each level.
+    """Returns the nodes of a tree that heads fill, one head per level.
 
     Args:
         named: the tree that the heads' config.json names; None: the published one, as far as the heads reach.
         heads: how many there are.
-        nodes: so many of them, the first ones; None: all.
+        nodes: number of nodes to keep, the first ones; None: all.
 
     Raises:
-        UserError: what is named is no tree, or one of more levels than heads, or has fewer nodes.
+        UserError: the named tree is broken, has more levels than heads, or too few nodes.
     """
     if named is None:
         paths = [path for path in MEDUSA_TREE if len(path) <= heads]
@@ -86,7 +86,7 @@ def checked_paths(named: Iterable[Sequence[int]], what: str) -> list[Path]:
         what: the file, for messages.
 
     Raises:
-        UserError: there are none, one comes twice, or one has no parent in front of it.
+        UserError: there are none, one is repeated, or one comes before its parent.
     """
     paths: dict[Path, None] = {(): None}
     for ranks in map(tuple, named):
@@ -113,11 +113,11 @@ def shaped(children: Sequence[int]) -> list[Path]:
 
 
 def counted_paths(ranks: Iterable[Sequence[int]], limit: int) -> Counter[Path]:
-    """How often each path of ranks, and each beginning of one, came.
+    """Counts the paths of ranks, prefixes included.
 
     Args:
-        ranks: for each place of a text the ranks of the tokens after it, one after the other.
-        limit: a path ends in front of a rank that is not below it.
+        ranks: for each position of a text the ranks of the tokens after it, one after the other.
+        limit: a path ends before a rank that is not below it.
     """
     counts: Counter[Path] = Counter()
     for row in ranks:
@@ -131,7 +131,7 @@ def counted_paths(ranks: Iterable[Sequence[int]], limit: int) -> Counter[Path]:
 
 
 def best_tree(counts: Counter[Path], nodes: int) -> list[Path]:
-    """The paths that are most often right. A path's beginning is right at least as often, so it is there, too."""
+    """Returns the paths that are right most often. A prefix is right at least as often, so it is included."""
     return sorted(counts, key=lambda path: (-counts[path], len(path), path))[:nodes]
 
 
@@ -170,11 +170,11 @@ def fill_tree(
     """Fills a tree whose leaves come last, level by level.
 
     Args:
-        levels: of the tree, as `rank_tree` gives them with `leaves_last`.
-        logits_of: called with a depth and the tokens [b, m] with children of the level above (None at depth 0), gives
-            logits [b, m, rows] after these.
-        choose: called with a depth and these logits, gives the level's token ids [b, n] and, if they are drawn, the
-            distributions [b, n, rows] that they are drawn from.
+        levels: of the tree, from `rank_tree` with `leaves_last`.
+        logits_of: (depth, tokens [b, m] with children of the level above, None at depth 0) -> logits [b, m, rows]
+            after these.
+        choose: (depth, these logits) -> the level's token ids [b, n] and, if they are drawn, the distributions
+            [b, n, rows] that they are drawn from.
 
     Returns:
         Tokens [b, k], and distributions [b, k, rows] or None.
@@ -210,18 +210,18 @@ def fill_with_likeliest(
     return fill_tree(levels, logits_of, lambda depth, logits: (ids(levels[depth].likeliest(logits)), None))[0]
 
 
-@cache  # without a bound: what is captured reads these tensors for as long as it is replayed
+@cache  # without a bound: captured graphs read these tensors as long as they are replayed
 def rank_tree(
     paths: tuple[Path, ...], depth: int, device: torch.device, leaves_last: bool = False
 ) -> tuple[Tree, list[Level]]:
     """A tree of ranks, cut at a depth.
 
     Args:
-        paths: of its nodes; with a node its parent is there, too.
-        depth: of the longest path that is of use.
+        paths: of its nodes, parents included.
+        depth: longest path to keep.
         device: of the tensors.
-        leaves_last: nodes with children come first, by depth, and all others after them, so that the tokens that a
-            drafter with a cache is fed fill entries that follow one another; else all nodes come by depth.
+        leaves_last: nodes with children come first, by depth, and all others after them, so that the tokens fed to a
+            drafter with a cache fill consecutive entries; else all nodes are sorted by depth.
     """
     fitting = [path for path in paths if len(path) <= depth]
     with_children = {path[:-1] for path in fitting}
@@ -249,14 +249,14 @@ def rank_tree(
 
 
 class RankTrees:
-    """The trees of ranks that a drafter fills: of its paths as many, and as long ones, as a round has room for.
+    """The trees of ranks that a drafter fills: as many and as long paths as a round has room for.
 
     Args:
-        paths: of the nodes, those first that are drafted where there is no room for all.
+        paths: of the nodes, in order of priority if there is no room for all.
         leaves_last: as in `rank_tree`.
         levels: longer paths are left out; None: none is.
-        nodes: so many of the others at most, the first ones; None: all.
-        rows: tokens that the drafter's head scores: of these, nodes of higher ranks are left out, too; None: none is.
+        nodes: number of the others to keep, the first ones; None: all.
+        rows: tokens that the drafter's head scores: nodes of higher ranks are then left out, too; None: none is.
 
     Attributes:
         paths: those that are left.
@@ -279,9 +279,9 @@ class RankTrees:
         self.max_nodes, self.depth = len(self.paths), max(map(len, self.paths))
 
     def of(self, batch: Batch) -> tuple[Tree, list[Level], int]:
-        """The tree of a round, its levels, and the number of paths that there was room for, too long ones included.
+        """Returns a round's tree, its levels, and the number of paths with room, too long ones included.
 
-        That number and the number of levels tell the tree from the others.
+        That number and the number of levels identify the tree.
         """
         nodes = min(batch.max_nodes, self.max_nodes)
         device = batch.tokens.device
@@ -291,8 +291,8 @@ class RankTrees:
 def likeliest_ids(logits: torch.Tensor, k: int) -> torch.Tensor:
     """Indices [..., k] of the k largest of [..., n], the largest first.
 
-    They lie in the k blocks of the largest maxima, which are found in a pass that is vectorised: on a CPU this takes a
-    tenth of the time of `topk` over all.
+    They are in the k blocks with the largest maxima, which a vectorised pass finds: on a CPU this takes a tenth of the
+    time of `topk` over all.
     """
     n = logits.shape[-1]
     if n < 2 * k * BLOCK:

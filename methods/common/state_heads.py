@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class StateHeads(Drafter):
     """Keeps the state in front of each pending token, after the target's final norm, and fills trees from it.
 
-    A subclass loads the heads (`load`), and says which tokens they make of a state (`fill`) and at what cost
+    A subclass loads the heads (`load`), drafts tokens from a state (`fill`), and counts the bytes that it reads
     (`draft_bytes`).
 
     Not as published: with temperature the tree is verified by the target's own draws, which keeps its distribution; the
@@ -39,12 +39,12 @@ class StateHeads(Drafter):
     Attributes:
         target: whose states are read.
         heads: what reads them; set by `load`.
-        head: makes logits of their outputs, where they have no output matrices; set by `load`.
+        head: makes logits of their outputs if they have no output matrices; set by `load`.
         trees: that are filled.
         leaves_last: as in `RankTrees`.
 
     Raises:
-        UserError: the heads cannot be read, do not fit the target, or have no tree of so many nodes.
+        UserError: the heads cannot be read, do not fit the target, or their tree has too few nodes.
     """
 
     deterministic = True
@@ -68,12 +68,12 @@ class StateHeads(Drafter):
         """Loads the heads; arguments as of the class.
 
         Returns:
-            How many heads there are, and the tree that their config.json names, None if it names none.
+            The number of heads, and the tree that their config.json names, or None.
         """
         raise NotImplementedError
 
     def fill(self, batch: Batch, states: torch.Tensor, levels: Sequence[Level]) -> torch.Tensor:
-        """The tokens of a draft; this is what is captured, see `StagedModel.run_batch`.
+        """Returns the tokens of a draft; this function is captured, see `StagedModel.run_batch`.
 
         Args:
             batch: the running sequences.
@@ -86,7 +86,7 @@ class StateHeads(Drafter):
         raise NotImplementedError
 
     def draft_bytes(self, levels: int) -> float:
-        """Bytes of weights that a draft of so many levels reads."""
+        """Bytes of weights that a draft of `levels` levels reads."""
         raise NotImplementedError
 
     def open(self, slots: Slots, target: StagedModel) -> None:

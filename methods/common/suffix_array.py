@@ -1,8 +1,7 @@
-"""A suffix array: all places of a text in the order of what stands there, so that equal stretches lie together.
+"""A suffix array: all places of a text, sorted by the tokens from there on, so that equal stretches are adjacent.
 
-Only the first `SORTED` tokens at a place count, which is all that a look-up asks for; so five sorts make it, whatever
-the text is. Looked up are the tokens themselves in the order of their bytes (most significant first), in files that
-are mapped into memory.
+Only the first `SORTED` tokens at a place count, which is all that a look-up needs; so five sorts build it for any
+text. Look-ups compare the bytes of the tokens (most significant first) in memory-mapped files.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 SORTED = 32  # tokens that places are sorted by: a power of 2
-READ = 1024  # places that are read as a whole; of more of them
-LOOKED_AT = 64  # so many places are looked at, equally far apart
+READ = 1024  # places up to which an interval is read whole; of longer ones
+LOOKED_AT = 64  # this many are read, evenly spaced
 
 
 def check_sorted(match: int, draft: int) -> None:
-    """Raises UserError where a match of so many tokens, with as many drafted after it, is longer than `SORTED`."""
+    """Raises UserError if a match and the draft after it may be longer than `SORTED` tokens together."""
     if match + draft > SORTED:
         raise UserError(f"max_match={match} and max_draft_tokens={draft} exceed {SORTED} together")
 
@@ -78,27 +77,27 @@ class Index:
         separator: the token that ends each part of the text, the last one too; nothing is found across it.
 
     Raises:
-        ValueError: the order of the bytes is another one.
+        ValueError: the tokens are not big-endian.
     """
 
     def __init__(self, tokens: np.ndarray, positions: np.ndarray, separator: int):
         if tokens.dtype.byteorder != ">":
             raise ValueError(f"tokens of type {tokens.dtype.str} are not in the order of their bytes")
-        # Plain arrays and views: slices and elements of a mapped file's own kind of array cost more.
+        # Plain arrays and views: slices and elements of a memmap cost more.
         self.tokens, self.positions, self.separator = np.asarray(tokens), np.asarray(positions), separator
         self.type = tokens.dtype
         self._bytes, self._positions = tokens.view(np.uint8).data, positions.data
 
     def find(self, tokens: Sequence[int]) -> Interval:
-        """Where some tokens occur, at most `SORTED` and none of them a separator."""
+        """Returns where some tokens occur, at most `SORTED` and none of them a separator."""
         first = self._first(tokens)
         return Interval(0, 0, len(tokens)) if first is None else self._from(first, tokens)
 
     def longest(self, tokens: Sequence[int], most: int, least: int = 1) -> Interval | None:
-        """Where the longest end of some tokens occurs, of `least` to `most` tokens; None where none does."""
+        """Returns where the longest suffix of some tokens occurs, of `least` to `most` tokens, or None."""
         newest = tokens[-most:]
         match, low, high = None, least, len(newest)
-        while low <= high:  # where an end occurs, every shorter one does
+        while low <= high:  # if a suffix occurs, every shorter one does
             middle = (low + high + 1) // 2
             first = self._first(newest[-middle:])
             if first is None:
@@ -114,14 +113,14 @@ class Index:
         return self.tokens[read].astype(np.int64)
 
     def followers(self, interval: Interval, most: int) -> list[tuple[int, Interval]]:
-        """The most frequent tokens after those of an interval, and where they stand, equal ones by their ids.
+        """Returns the most frequent tokens after those of an interval and their intervals; ties are in order of id.
 
-        Where they stand is exact. Of an interval that is not read as a whole, which ones they are is known from the
-        places that are looked at: each that makes up one in `LOOKED_AT` is seen, as the tokens lie in order.
+        The intervals are exact. If not all of an interval is read, the tokens are those at the places that are: as
+        tokens are sorted, each with a share of at least 1 / `LOOKED_AT` is seen.
 
         Args:
             interval: of a text that ends with the separator.
-            most: so many of them at most.
+            most: most tokens to return.
         """
         first, after, length = interval
         if after - first == 1:
@@ -145,13 +144,13 @@ class Index:
         return sorted(continuations, key=lambda follower: (-follower[1].occurrences, follower[0]))
 
     def _exactly(self, token: int, length: int, low: int, high: int) -> Interval:
-        """Where, between two places, a token follows `length` equal ones."""
+        """Returns where, between two places, a token follows `length` equal ones."""
         key, at = self._bytes_of([token]), self._reading(length, 1)
         first = bisect_left(self._positions, key, low, high, key=at)
         return Interval(first, bisect_right(self._positions, key, first, high, key=at), length + 1)
 
     def _first(self, tokens: Sequence[int]) -> int | None:
-        """The first place, in the array's order, at which some tokens stand; None where they do not occur."""
+        """Returns the first place, in the array's order, at which some tokens occur, or None."""
         key = self._key(tokens)
         if key is None:
             return None
@@ -160,7 +159,7 @@ class Index:
         return first if first < len(self._positions) and at(self._positions[first]) == key else None
 
     def _from(self, first: int, tokens: Sequence[int]) -> Interval:
-        """The interval of some tokens that begins at a place; the few steps of a short one do not cross the array."""
+        """Returns the interval of some tokens that begins at a place; a galloping search finds its end."""
         key, at, step = self._bytes_of(tokens), self._reading(0, len(tokens)), 1
         while first + step < len(self._positions) and at(self._positions[first + step]) == key:
             step *= 2
@@ -170,14 +169,14 @@ class Index:
         return Interval(first, after, len(tokens))
 
     def _key(self, tokens: Sequence[int]) -> bytes | None:
-        """Tokens as they stand in the text; None if one of them cannot."""
+        """Returns the bytes of tokens, or None if one cannot occur."""
         return None if max(tokens) >= self.separator else self._bytes_of(tokens)
 
     def _bytes_of(self, tokens: Sequence[int]) -> bytes:
         return np.array(tokens, dtype=self.type).tobytes()
 
     def _reading(self, offset: int, n: int) -> Callable[[int], bytes]:
-        """What reads the bytes of n tokens, `offset` after a place."""
+        """Returns a function that reads the n tokens `offset` after a place."""
         data, size, begin, width = (
             self._bytes,
             self.type.itemsize,

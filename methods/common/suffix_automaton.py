@@ -1,8 +1,8 @@
 """A suffix automaton that grows token by token: every stretch of a text, and where and how often it occurs.
 
 All stretches that end at the same places share a state, so that n tokens take at most 2n states and a token takes
-constant time on average (Blumer et al. 1985). Several texts lie in one automaton after each other, with a separator
-between them that occurs nowhere else.
+constant time on average (Blumer et al. 1985). One automaton may hold several texts one after the other, with a unique
+separator between them.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ ROOT = 0  # the state of the empty stretch
 class SuffixAutomaton:
     """All stretches of the tokens so far.
 
-    A state stands for stretches that end at the same places: `length` is that of its longest one; its other ones are
-    the ends of that one, as far as they are longer than the longest one of `link`, which occurs at more places.
+    A state represents stretches that end at the same places: `length` is that of its longest one; the others are its
+    suffixes that are longer than the longest one of `link`, which occurs at more places.
 
     Args:
         depth: longest stretch whose occurrences are counted; 0: none. Each token then touches up to `depth` states.
@@ -55,7 +55,7 @@ class SuffixAutomaton:
         self.separate()
 
     def copy(self) -> SuffixAutomaton:
-        """Another one that knows the same and grows apart from this one."""
+        """Returns an independent copy."""
         other = copy(self)
         other.tokens, other.following = [*self.tokens], [transitions.copy() for transitions in self.following]
         other.link, other.length = [*self.link], [*self.length]
@@ -81,17 +81,17 @@ class SuffixAutomaton:
             self._count(token)
 
     def earlier_match(self) -> tuple[int, int]:
-        """The length of the longest end of the text that occurs earlier in it, and the place after that one."""
+        """Returns the length of the text's longest suffix that occurs earlier, and the place after that one."""
         state = max(self.link[self.last], ROOT)
         return self.length[state], self.first_end[state]
 
     def followers(self, state: int) -> list[tuple[int, int, int]]:
-        """What follows the stretches of a state: each token, the state after it, and how often; no separator."""
+        """Returns the tokens after a state's stretches, without separators: token, state after it, and count."""
         transitions = self.following[state].items()
         return [(token, after, self.occurrences[after]) for token, after in transitions if token >= 0]
 
     def earlier(self, longest: int) -> Iterator[tuple[int, int]]:
-        """The ends of the text that occur earlier in it, too, up to a length within `depth`.
+        """Suffixes of the text that occur earlier in it, up to a length within `depth`.
 
         Yields:
             State and length of the longest stretch of each state, the longest ones first.
@@ -141,11 +141,11 @@ class SuffixAutomaton:
 
 
 class Match:
-    """The longest end of a text that occurs in an automaton, which may grow meanwhile.
+    """The longest suffix of a text that occurs in an automaton, which may grow meanwhile.
 
     Args:
-        automaton: to look in.
-        longest: length of a match at most.
+        automaton: to search.
+        longest: greatest length of a match.
     """
 
     def __init__(self, automaton: SuffixAutomaton, longest: int):
@@ -177,7 +177,7 @@ class Match:
         return self._state
 
     def stretches(self) -> Iterator[tuple[int, int]]:
-        """State and length of the longest stretch of each state that the end of the text has, the longest first."""
+        """State and length of the longest stretch of each state among the text's suffixes, the longest first."""
         state, length = self.state, self.length
         while state > ROOT:
             yield state, length

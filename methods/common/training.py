@@ -59,9 +59,9 @@ if TYPE_CHECKING:
 Answered = tuple[list[int], list[int]]  # token ids of a prompt and of its answer
 
 HELD_OUT_BATCHES = 8
-ANSWERS = 64  # that are written together, a quarter of them at a time
+ANSWERS = 64  # generated together, a quarter of them at a time
 
-# What the settings of every trainer take.
+# Types of the settings of every trainer.
 SETTINGS = {
     "conversations": str | None,
     "steps": Count,
@@ -88,7 +88,7 @@ DRAFT_SETTINGS = SETTINGS | {
 
 
 def trainer(kinds: Mapping[str, Any]) -> Callable[[Trainer], Trainer]:
-    """Makes a trainer check its configuration before it loads a weight, and make nothing twice.
+    """Makes a trainer check its configuration before it loads a weight, and skip finished work.
 
     Args:
         kinds: its settings and their types.
@@ -110,10 +110,10 @@ def trainer(kinds: Mapping[str, Any]) -> Callable[[Trainer], Trainer]:
 
 
 def check_trainer(cfg: DictConfig, kinds: Mapping[str, Any]) -> None:
-    """Checks what can be known of a trainer's configuration without weights; the rest is as in `trainer`.
+    """Checks a trainer's configuration as far as possible without weights; the rest is as in `trainer`.
 
     Raises:
-        UserError: a setting cannot work, or the conversations or states are not there, or not those that it needs.
+        UserError: a setting cannot work, or the conversations or states are missing or do not fit.
     """
     check_all(cfg, kinds)
     if cfg.vocab_sample is not None and cfg.states is None:
@@ -170,16 +170,16 @@ def answered(cfg: DictConfig, pair: Pair, model: StagedModel, held_out: bool = F
 
 
 def _with_room(prompts: Iterable[list[int]], context: int) -> Iterator[tuple[int, list[int], int]]:
-    """Number, ids and room for an answer of each prompt that has any. Raises UserError where none comes for long."""
+    """Number, ids and room for an answer of each prompt that has any. Raises UserError if none comes for long."""
     lacking = f"no prompt of the conversations leaves room for an answer in {context} tokens"
     for number, prompt in wanted(enumerate(prompts), lambda one: len(one[1]) < context, lacking):
         yield number, prompt, context - len(prompt)
 
 
 def check_window(cfg: DictConfig, draft: PreTrainedModel) -> None:
-    """Raises UserError where rows are longer than the window that a draft model's layers attend within.
+    """Raises UserError if rows are longer than the attention window of a draft model's layers.
 
-    What trains with a mask of its own lets a token see its whole row.
+    Trainers with their own mask let a token see its whole row.
     """
     config = draft.config.get_text_config()
     windows = {window_of(config, layer) for layer in range(config.num_hidden_layers)} - {None}
@@ -190,7 +190,7 @@ def check_window(cfg: DictConfig, draft: PreTrainedModel) -> None:
 
 
 def target_pair(cfg: DictConfig) -> Pair:
-    """The pair of a trainer whose target stays as it is, without a draft model; sets torch's seed."""
+    """Returns the pair of a trainer with a frozen target, without a draft model; sets torch's seed."""
     pair = load_pair(training_pair(cfg.pair), cfg.seed, with_draft=False)
     check_context(cfg, pair)
     torch.manual_seed(cfg.seed)
@@ -243,13 +243,13 @@ def cut_from(pair: Pair, cfg: DictConfig) -> PreTrainedModel:
 
 
 def check_length(cfg: DictConfig, setting: str, beside: int = 2) -> None:
-    """Raises UserError where rows have no room for as many guesses as a setting says, and tokens beside them."""
+    """Raises UserError if rows have no room for `cfg[setting]` guesses and `beside` more tokens."""
     if cfg.length < cfg[setting] + beside:
         raise UserError(f"length={cfg.length} leaves no room for {setting}={cfg[setting]}")
 
 
 def check_layers(cfg: DictConfig, pair: Pair) -> None:
-    """Raises UserError where the target does not have the layers `cfg.layers`."""
+    """Raises UserError if the target does not have the layers `cfg.layers`."""
     layers, depth = layers_of(cfg), pair.target.config.num_hidden_layers
     if not layers or not all(0 <= i < depth for i in layers) or len({*layers}) < len(layers):
         raise UserError(
@@ -258,7 +258,7 @@ def check_layers(cfg: DictConfig, pair: Pair) -> None:
 
 
 def check_like_layer(layer: int | None, target: StagedModel) -> None:
-    """Raises UserError where the target does not have the layer that a part is to begin like."""
+    """Raises UserError if the target does not have the layer that a part is to begin like."""
     if layer is not None and layer >= len(target.layers):
         raise UserError(
             f"like_layer must be a layer of the target, 0 to {len(target.layers) - 1}, not {layer}"
@@ -271,7 +271,7 @@ def layers_of(cfg: DictConfig) -> list[int]:
 
 
 def _prepare(draft: PreTrainedModel, cfg: DictConfig) -> None:
-    """Makes a draft model ready to learn; embeddings and head that it shares with its target stay as they are."""
+    """Prepares a draft model for training; embeddings and head that it shares with its target are frozen."""
     torch.manual_seed(cfg.seed)
     draft.float()
     shared = embedding_names(draft) if shares_embeddings(draft) else ()
@@ -282,7 +282,7 @@ def _prepare(draft: PreTrainedModel, cfg: DictConfig) -> None:
 
 
 def begins_as(cfg: DictConfig) -> tuple[str, str | None]:
-    """What the draft model of `pair_to_train` is before the first step: its name, for the record, and its folder."""
+    """Returns what `pair_to_train`'s draft model begins as: its name, for the record, and its folder."""
     if cfg.layers is not None:
         shared = ", kept as they are" if cfg.share_embeddings else ""
         return (
@@ -294,10 +294,10 @@ def begins_as(cfg: DictConfig) -> tuple[str, str | None]:
 
 
 def save_model(model: PreTrainedModel, pair: Pair, cfg: DictConfig, out: Path) -> None:
-    """Writes a finished draft model as configured, without embeddings and head where it shares the target's.
+    """Writes a finished draft model as configured, without embeddings and head if it shares the target's.
 
-    The tokenizer is written too, so that it can be checked against a target's, unless the pair names one of its own
-    folder, or the draft model shares the target's embeddings.
+    The tokenizer is written too, so that it can be checked against a target's, unless the pair names a tokenizer,
+    or the draft model shares the target's embeddings.
     """
     module: Any = model
     module.to(getattr(torch, cfg.save_dtype)).save_pretrained(out, state_dict=saved_weights(model))
@@ -312,7 +312,7 @@ def mask_to_fill(cfg: DictConfig, pair: Pair, embedded: int) -> int:
     Args:
         cfg: its `mask_token`, or None: the tokenizer's unknown, else its padding token.
         pair: that is trained for.
-        embedded: ids that there are embeddings of.
+        embedded: number of ids with an embedding.
 
     Raises:
         UserError: there is no such token, or no embedding of it.
@@ -339,14 +339,14 @@ def predicting(states: torch.Tensor, batch: Batch, weight: float | None = None) 
 
 
 def before_answers(batch: Batch, count: int) -> torch.Tensor:
-    """[B, T - 1 - count] whether, beyond the next token, `count` tokens that the assistant says follow a place."""
+    """[B, T - 1 - count] whether, after each position, the `count` tokens beyond the next are the assistant's."""
     is_assistant = batch["loss_weight"] == 1.0
     n = is_assistant.shape[1] - 1 - count
     return torch.stack([is_assistant[:, 2 + j : 2 + j + n] for j in range(count)]).all(0)
 
 
 def target_states(target: StagedModel, batch: Batch, taps: Iterable[int]) -> dict[int, torch.Tensor]:
-    """The target's states [B, T, d] of each tap, as in `Drafter`: those of the batch, if it holds any, or computed.
+    """The target's states [B, T, d] of each tap, as in `Drafter`: from the batch if it holds any, or computed.
 
     Raises:
         UserError: states were stored, but not of all taps.
@@ -374,7 +374,7 @@ def agreement(choices: Callable[[Batch], tuple[torch.Tensor, torch.Tensor]], hel
     """Share of positions at which student and target have the same first choice, which a greedy draft depends on.
 
     Args:
-        choices: batch -> both choices at the positions before each token that the assistant says: the student's [n],
+        choices: batch -> both choices at the positions before each assistant token: the student's [n],
             or [k, n] of k students, and the target's [n].
         held_out: batches to measure on.
 
@@ -386,7 +386,7 @@ def agreement(choices: Callable[[Batch], tuple[torch.Tensor, torch.Tensor]], hel
 
 
 def agreements(name: str, shares: list[float]) -> dict[str, float]:
-    """The figures of several guesses, of one token ahead, of two, ...: by themselves, and the first as held out."""
+    """Returns the figures of guesses one token ahead, two, ...; the first is also the held-out agreement."""
     return {"held_out_agreement": shares[0]} | {
         f"{name}_{i + 1}_agreement": share for i, share in enumerate(shares)
     }
@@ -395,7 +395,7 @@ def agreements(name: str, shares: list[float]) -> dict[str, float]:
 def held_out_figures(
     choices: Callable[[Batch], tuple[torch.Tensor, torch.Tensor]], name: str | None = None
 ) -> Callable[[list[Batch]], dict[str, float]]:
-    """What makes figures of held-out text: `agreement` of one guess, or `agreements` of several that are called so."""
+    """Returns a function: held-out text -> figures: `agreement` of one guess, or `agreements` of several, by `name`."""
 
     def evaluate(held_out: list[Batch]) -> dict[str, float]:
         shares = agreement(choices, held_out)
@@ -421,7 +421,7 @@ def train_part(
         save_part: called with a folder, a dtype and, by name, the figures.
         cfg: settings of the trainer.
         pair: with the target.
-        begins: what is trained before the first step, for the record.
+        begins: description of the initial weights, for the record.
         taps: depths whose states it reads, beside those after the final norm.
     """
     arrays, dtype = arrays_for(taps), getattr(torch, cfg.save_dtype)
@@ -449,7 +449,7 @@ def train_draft(
         evaluate: held-out text -> the figures of the training.
         cfg: settings of the trainer.
         pair: with the target.
-        save_beside: writes into the folder what belongs to the draft model.
+        save_beside: writes further files of the draft model into the folder.
     """
     held_out = held_out_batches(cfg, pair)
 

@@ -1,7 +1,7 @@
 """Checkpoints of block drafters: z-lab's (DFlash, DFlash2), DeepSpec's (DFlash, DSpark), and speculators' of all three.
 
-Ours are written as the first two are. Those of speculators may have a head of their own over a draft vocabulary.
-Whatever a config.json turns on is done here, too, or the checkpoint is refused by that name.
+Ours are written as the first two are. Speculators' may have their own head over a draft vocabulary. Settings of a
+config.json that are not supported here are refused by name.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ WHAT = "the weights of the block drafter"
 FILES = (WEIGHTS,)
 FILLS_IN, SELECTS = "DFlashDraftModel", "DFlash2DraftModel"  # z-lab's architectures
 PREDICTS = "Qwen3DSparkModel"  # DeepSpec's
-# Of speculators: by kind, whether each place guesses the token after it where nothing else is said.
+# Of speculators: by kind, whether each place guesses the token after it by default.
 KIND, KINDS = "speculators_model_type", {"dflash": False, "dspark": True, "dflash2": False}
 LAYER, STATES, AFTER = "transformer_layer_config", "aux_hidden_state_layer_ids", "sample_from_anchor"
 ARCHITECTURES = (FILLS_IN, SELECTS, PREDICTS, "DFlashSpeculator", "DSparkSpeculator", "DSparkDraftModel")
 NESTED, LAYERS, MASK, FIGURES = "dflash_config", "target_layer_ids", "mask_token_id", "figures"
 MARKOV, ESTIMATE, WITH_MARKOV = "markov_rank", "enable_confidence_head", "confidence_head_with_markov"
 CHOICE = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")  # DFlash2's
-# What must have this value, if it is there.
+# Settings that must have this value if present.
 FIXED = {
     "model_type": "qwen3",
     "hidden_act": "silu",
@@ -66,7 +66,7 @@ FIXED = {
     "projector_type": "dflash",
     "shift_label": False,
 }
-# What changes nothing in how the layers draft.
+# Settings that do not affect drafting.
 HARMLESS = {
     *("architectures", "auto_map", "torch_dtype", "dtype", "transformers_version", "num_target_layers"),
     *("block_size", "num_anchors", "max_anchors", "max_window_layers", "sliding_window", "layer_types"),
@@ -83,12 +83,12 @@ def load_blocks(folder: str | Path, target: StagedModel, expansion: Expansion | 
 
     Args:
         folder: where the files are.
-        target: that is drafted for; its device and dtype are the drafting model's.
+        target: model to draft for; its device and dtype are the drafting model's.
         expansion: how the target was expanded; the drafting model is, too.
 
     Raises:
-        UserError: a file cannot be read; a key or a shape is missing, unknown or wrong; config.json turns on what is
-            not known here; the drafting model was made for another target.
+        UserError: a file cannot be read; a key or a shape is missing, unknown or wrong; config.json sets what is not
+            supported here; the drafting model was made for another target.
     """
     settings, state = read_checkpoint(folder, WHAT, FILES)
     flat = {**settings, **(settings.get(NESTED) or {}), **(settings.get(LAYER) or {})}
@@ -168,7 +168,7 @@ def _architecture(config: BlockConfig) -> str:
 
 
 def _problems(flat: dict[str, Any]) -> Iterator[str]:
-    """What a config.json says that is not known here, or does not say."""
+    """Yields what a config.json lacks, or sets that is not supported."""
     needed = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "block_size", LAYERS)
     yield from (f"lacks {name}" for name in needed if not flat.get(name))
     if flat.get(MASK) is None:
@@ -217,7 +217,7 @@ def _expanded(model: BlockModel, target: StagedModel, expansion: Expansion) -> B
             "cannot be expanded"
         )
     special = {name: getattr(model.config, name) for name in BlockConfig.__annotations__}
-    # An estimate reads states that lie elsewhere now.
+    # An estimate cannot read the expanded states.
     special["confidence"], model.confidence_head = False, None
     settings = model.config.to_dict() | {"model_type": "llama"}
     sizes = {"num_hidden_layers": model.depth, "tie_word_embeddings": False}

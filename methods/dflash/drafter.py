@@ -79,7 +79,7 @@ class BlockDrafter(Drafter):
         self.model.inject(features, **self._layer_cache.prompt(slot, features, masked=False))
 
     def commit(self, batch: Batch, verified: Verified) -> None:
-        """Adds the target's states of the tokens that stay, the pending one in front, over the entries of the block."""
+        """Writes the target's states of the pending token and the accepted ones over the entries of the block."""
         if batch.is_over:
             return
 
@@ -92,7 +92,7 @@ class BlockDrafter(Drafter):
     def _states(self, batch: Batch, k: int) -> torch.Tensor:
         """Normed states [b, k, d] of the places that guess the first k draft tokens.
 
-        The block is always a whole one: what a place guesses depends on how many there are.
+        The block is never shortened: the guess of a place depends on the block's length.
         """
         config = self.model.config
         pending = self.target.embed(batch.last_tokens(1))
@@ -172,7 +172,7 @@ class DSpark(BlockDrafter):
         pair: as in `BlockDrafter`.
         weights: as in `BlockDrafter`.
         max_draft_tokens: as in `BlockDrafter`.
-        confidence_threshold: the draft ends before the first token whose estimated acceptance lies below this; 0
+        confidence_threshold: the draft ends before the first token whose estimated acceptance is below this; 0
             drafts all, and never waits for the device. The estimate does not see the token itself, so sampling stays
             exact.
 
@@ -263,10 +263,10 @@ class DFlash2(BlockDrafter):
 
 
 def all_see_all(places: int, device: torch.device) -> Tree:
-    """Places after each other that all see each other, in the form in which a layout takes trees.
+    """Returns consecutive places that all see each other, as a tree for a layout.
 
     Args:
-        places: the pending token's, and those after it.
+        places: their number, the pending token's included.
         device: of the batch.
     """
     depths = torch.arange(1, places, device=device).unsqueeze(0)

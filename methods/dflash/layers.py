@@ -1,7 +1,7 @@
 """DFlash2's layers: a convolution over the places of a block in front of each sublayer, and one after it.
 
-Each place is summed with the ones in front of it in its block. The weights are a kernel that is learnt, and what the
-place's own normed state adds to it, by groups of channels. Names of the parts are those of the authors' checkpoints.
+Each place is summed with the ones in front of it in its block. The weights are a learnt kernel plus a term from the
+place's own normed state, per group of channels. Names of the parts are those of the authors' checkpoints.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class LocalConvolution(nn.Module):
     Args:
         width: of the states.
         size: places that are summed, a place's own included.
-        group: channels that share what the state adds.
+        group: channels that share the state's term.
     """
 
     def __init__(self, width: int, size: int, group: int):
@@ -39,7 +39,7 @@ class LocalConvolution(nn.Module):
     def around(
         self, sublayer: Callable[[torch.Tensor], torch.Tensor], states: torch.Tensor, places: int | None
     ) -> torch.Tensor:
-        """What the sublayer makes of normed states [b, n, d], with both convolutions; `places` as in `convolved`."""
+        """Applies the sublayer and both convolutions to normed states [b, n, d]; `places` as in `convolved`."""
         size = self.base_kernel.shape[1]
         added = self.kernel_projection(states).unflatten(-1, (2, size, -1, 1))
         kernels = (self.base_kernel.unflatten(-1, (-1, self.group)) + added).flatten(-2)
@@ -84,7 +84,7 @@ def convolved(states: torch.Tensor, kernel: torch.Tensor, places: int | None) ->
     Args:
         states: [b, n, d].
         kernel: [b, n, size, d] of each place: for itself, for the one in front, ...
-        places: of a block, where n are several blocks side by side; None: all are one block.
+        places: of a block, if n are several blocks side by side; None: all are one block.
     """
     blocks = states if places is None else states.unflatten(1, (-1, places)).flatten(0, 1)
     total = states * kernel[:, :, 0]

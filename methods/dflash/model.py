@@ -1,12 +1,12 @@
 """The drafting model of DFlash, DSpark and DFlash2: a few layers that fill a block of mask tokens in one pass.
 
-What the target computed of the known tokens stands in each layer as keys and values: c = hidden_norm(fc([states of some
+Each layer sees the known tokens as keys and values made from the target's states: c = hidden_norm(fc([states of some
 depths])) goes through the layer's own projections to keys and values, and through nothing else of it. The block is the
 pending token and masks after it, at their positions. All of a block see each other and everything before it
 (arXiv 2602.06036). Layers and names of the parts are those of the authors' checkpoints, which are Qwen3's.
 
 DSpark adds two small heads. A low-rank one corrects the logits of each place by the token in front of it, a Markov
-chain; another one estimates from state and that token how likely the target accepts the place's token. DFlash2 has
+chain; the other estimates from the state and that token how likely the target accepts the place's token. DFlash2 has
 other layers, and a head that chooses among the likeliest tokens of a place by its state and the token in front.
 """
 
@@ -42,15 +42,15 @@ if TYPE_CHECKING:
 
 
 class BlockConfig(Qwen3Config):
-    """A Qwen3 config of the drafting layers, and what is a block drafter's own.
+    """A Qwen3 config of the drafting layers, with settings of block drafters.
 
     Attributes:
         block_size: places of a block that it was trained on, the pending token included.
-        mask_token_id: a token of the target's embedding that stands at the places to fill.
+        mask_token_id: a token of the target's embedding that marks the places to fill.
         fills_in: a mask guesses the token at its own place, so that the pending token's place guesses nothing
             (DFlash); otherwise each place guesses the token after it (DSpark).
         markov_rank: of DSpark's correction; 0: there is none.
-        confidence: DSpark's estimate of acceptance is there.
+        confidence: whether DSpark's estimate exists.
         conv_kernel_size: places that DFlash2's convolutions sum; 0: there are none.
         conv_group_size: channels that share what a state adds to a convolution.
         selector_rank: of DFlash2's selector; 0: there is none.
@@ -88,7 +88,7 @@ class MarkovHead(nn.Module):
 
 
 class CandidateSelector(nn.Module):
-    """How well candidates for a place follow the token in front: products of low rank, weighed by the place's state.
+    """Scores how well candidates follow the token in front: low-rank products, weighted by the place's state.
 
     Args:
         vocab: tokens of the target.
@@ -105,7 +105,7 @@ class CandidateSelector(nn.Module):
         self.hidden_projection = nn.Linear(width, rank, bias=False)
 
     def scores(self, projected: torch.Tensor, before: torch.Tensor, successors: torch.Tensor) -> torch.Tensor:
-        """What is added to the logits of candidates.
+        """Returns the terms for the logits of candidates.
 
         Args:
             projected: [n, rank] the states of places, by `hidden_projection`.
@@ -133,8 +133,8 @@ class BlockModel(CachedLayer):
     Args:
         config: of its layers and heads.
         taps: depths of the target whose states it reads, as in `Drafter.taps`.
-        token_ids: [draft vocabulary] tokens of the target that a head of its own scores, by row; None: it has none, and
-            the target's is used.
+        token_ids: [draft vocabulary] tokens of the target that the model's own head scores, by row; None: it uses the
+            target's.
     """
 
     config: BlockConfig
@@ -163,7 +163,7 @@ class BlockModel(CachedLayer):
 
     @property
     def tables(self) -> list[torch.Tensor]:
-        """Those of the Markov head and of the selector, by token."""
+        """Tables of the Markov head and of the selector, by token."""
         markov, selector = self.markov_head, self.candidate_selector
         tables: list[torch.Tensor] = [] if markov is None else [markov.markov_w1.weight]
         if selector is not None:
@@ -171,7 +171,7 @@ class BlockModel(CachedLayer):
         return tables
 
     def features(self, states: dict[int, torch.Tensor]) -> torch.Tensor:
-        """The target's states [b, n, d] of each tap -> what layers make keys and values of, [b, n, d]."""
+        """The target's states [b, n, d] of each tap -> features [b, n, d] for keys and values."""
         return self.hidden_norm(self.fc(torch.cat([states[tap] for tap in self.taps], dim=-1)))
 
     def context(self, features: torch.Tensor, rope: Rope) -> tuple[torch.Tensor, torch.Tensor]:
@@ -200,8 +200,8 @@ class BlockModel(CachedLayer):
 
         Args:
             hidden: the blocks.
-            places: of a block, where several lie side by side in a row.
-            **attention: what the layers attend with, as of `LayerCache.arguments`.
+            places: of a block, if a row holds several side by side.
+            **attention: as of `LayerCache.arguments`.
         """
         if places is not None and self.config.conv_kernel_size:
             attention["places"] = places
@@ -225,7 +225,7 @@ class BlockModel(CachedLayer):
         return sum(part.weight.nbytes for layer in self._attention for part in (layer.k_proj, layer.v_proj))
 
     def join(self) -> None:
-        """Lays the projections of `context` side by side, for good: the weights do not change any more."""
+        """Joins the projections of `context` for good: the weights must not change any more."""
         weight, bias = self._projections()
         self._joint = packed_linear(weight, bias), self._joined()[1]
 
@@ -247,7 +247,7 @@ class BlockModel(CachedLayer):
 
 
 def default_taps(layers: int, count: int) -> tuple[int, ...]:
-    """The depths that the authors read of a target with so many layers: from 2 to layers - 2, evenly apart.
+    """Returns the depths of a target that the authors read: from 2 to layers - 2, evenly spaced.
 
     Args:
         layers: of the target.

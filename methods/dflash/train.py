@@ -63,12 +63,12 @@ if TYPE_CHECKING:
     from specbench.decoding.model.staged_model import StagedModel
 
 BEGINS = "random weights, the target's norm"
-EVERY = 4  # of held-out text, every so many tokens begin a block
+EVERY = 4  # in held-out text every `EVERY`-th token begins a block
 CANDIDATES, SIZE, GROUP = 16, 2, 16  # of DFlash2, as published: of its selector, and of its convolutions
 
 
 class Injected:
-    """Keys and values of a text in every layer, in front of those of blocks; it stands where a cache is expected."""
+    """In place of a cache: keys and values of a text in every layer, in front of those of blocks."""
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor):
         self.keys, self.values = keys, values
@@ -81,11 +81,11 @@ class Injected:
 
 
 class BlockDistillation(torch.nn.Module):
-    """batch -> loss of a drafting model's blocks against the target, which stays as it is.
+    """batch -> loss of a drafting model's blocks against the frozen target.
 
     Args:
         model: is trained.
-        target: stays as it is.
+        target: frozen.
         blocks: of each row.
         decay: places after which a place's weight is 1 / e.
         distance_share: see the module.
@@ -110,11 +110,11 @@ class BlockDistillation(torch.nn.Module):
         self.weights = torch.exp(-torch.arange(self.guesses, device=target.device) / decay)
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """The loss [] of a batch: a mean by place, times the weight of the batch, as of a loss of one token ahead."""
+        """The loss [] of a batch: a mean by place times the batch's weight, scaled as that of one token ahead."""
         starts = self.drawn(batch)
         states, finals = self.states(batch, starts)
         every = self.goals(batch, starts)
-        # Of tokens that are not judged there may be no distribution.
+        # Tokens that are not judged may have no distribution.
         judged = every.weights.nonzero().squeeze(1)
         goals = Goals(every.batch_index[judged], every.positions[judged], every.weights[judged])
         teacher = teacher_of(batch, self.head, finals)
@@ -122,7 +122,7 @@ class BlockDistillation(torch.nn.Module):
         flat = states.flatten(0, 2)[judged]
         total = torch.zeros((), device=finals.device)
         for chunk, some, token in zip(goals.split(), flat.split(CHUNK), before.split(CHUNK)):
-            # The distributions, too, are made again for the gradient.
+            # The distributions, too, are recomputed for the gradient.
             loss: Any = checkpoint(self.judged, teacher, chunk, some, token, use_reentrant=False)
             total = total + chunk.weights @ loss
         if not len(judged):
@@ -259,9 +259,9 @@ class BlockDistillation(torch.nn.Module):
         return candidates.gather(1, best).squeeze(1)
 
     def choices(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """First choices [guesses, n] of drafting model and target, each after the drafting model's own tokens before.
+        """First choices [guesses, n] of drafting model and target; the model's are after its own tokens before.
 
-        Of blocks at some tokens that as many tokens of the assistant follow as there are guesses.
+        Blocks begin at every `EVERY`-th token whose next `guesses` tokens are the assistant's.
         """
         ids, k = batch["input_ids"], self.guesses
         starts = torch.arange(0, ids.shape[1] - k, EVERY, device=ids.device).expand(len(ids), -1)
@@ -283,8 +283,8 @@ class BlockDistillation(torch.nn.Module):
 def fresh_model(cfg: DictConfig, target: StagedModel, mask: int) -> BlockModel:
     """A drafting model to train, of the target's width and heads: random weights, and the target's norm, smaller.
 
-    The authors begin at random everywhere. Where embeddings are as large as the embedded family's, whose head they are,
-    too, logits would then be in the hundreds.
+    The authors begin at random everywhere. With embeddings as large as the embedded family's, which are also its head,
+    logits would then be in the hundreds.
     """
     from methods.dflash.model import BlockConfig, BlockModel, default_taps  # late: it takes seconds to import
 
@@ -330,7 +330,7 @@ def fresh_model(cfg: DictConfig, target: StagedModel, mask: int) -> BlockModel:
         "rank": Count,
         "distance_share": Probability,
         "mask_token": Natural | None,
-        "loss_tokens": NoneType,  # what is judged are the tokens of all blocks
+        "loss_tokens": NoneType,  # all tokens of the blocks are judged
     },
 )
 def train(cfg: DictConfig) -> Path:

@@ -1,12 +1,12 @@
 """What EAGLE's drafters have in common: the cache of a drafting model, kept in step with the target.
 
 A drafting model is fed with pairs of a state and the token after it. Pair j holds the target's state f_j and token
-j + 1; it stands at entry and position j of the model's own cache. Its output is an estimate of f_(j+1): the head makes
-of it what may come as token j + 2, and together with such a token it is the next pair of a draft.
+j + 1; it has entry and position j in the model's own cache. Its output is an estimate of f_(j+1): the head predicts
+token j + 2 from it, and together with that token it is the next pair of a draft.
 
 A draft begins with the output of the last true pair, which ends with the pending token. Once the target has verified
-the draft, everything that is in the cache of it is given up, and the tokens that stay are fed anew, now with the
-target's own states (EAGLE-1, section 4.1).
+the draft, its cache entries are discarded, and the accepted tokens are fed again with the target's own states
+(EAGLE-1, section 4.1).
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class EagleDrafter(Drafter):
     Attributes:
         model: as it drafts, see `CachedLayer.for_drafting`.
         head: for its outputs.
-        expanded: a bound on the nodes of a draft that go through the layer, where they may be more than `max_nodes`.
-        outputs: of each sequence that a draft begins with: that of the last true pair, and of what follows it in the
-            same pass (`_followed`).
+        expanded: a bound on the nodes of a draft that go through the layer, if they may be more than `max_nodes`.
+        outputs: number of outputs of each sequence that a draft begins with: that of the last true pair, and those
+            after it in the same pass (`_followed`).
     """
 
     deterministic = True
@@ -73,7 +73,7 @@ class EagleDrafter(Drafter):
         self._outputs[slot] = out[0, -self.outputs :]
 
     def commit(self, batch: Batch, verified: Verified) -> None:
-        """Feeds the tokens that stay with the target's own states, over the entries of the draft."""
+        """Feeds the accepted tokens with the target's own states, over the entries of the draft."""
         if batch.is_over:
             return
 
@@ -90,7 +90,7 @@ class EagleDrafter(Drafter):
     def _followed(
         self, features: torch.Tensor, embeds: torch.Tensor, count: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """True pairs, and `outputs` - 1 further ones after them, which differ from drafter to drafter.
+        """Returns true pairs and `outputs` - 1 more after them, which depend on the drafter.
 
         Args:
             features: [b, n, h].
@@ -112,7 +112,7 @@ class EagleDrafter(Drafter):
             features: [b, n, h] the outputs of the nodes' parents.
             tokens: [b, n] of the nodes.
             first: how many nodes went through the layer before them.
-            tree: of all that have; None: each follows the one before it.
+            tree: of all nodes fed so far; None: a chain.
 
         Returns:
             Outputs [b, n, h].

@@ -1,7 +1,7 @@
 """Chained steps of a drafting model over a whole text, as drafts take them: for its training, and to look at it.
 
 Row t is the draft after the true pairs up to t. Its step 0 is pair t; step j is the pair of its own output of step
-j - 1 and the text's token t + 1 + j. So a row sees the true pairs up to t, and of its own steps all so far.
+j - 1 and the text's token t + 1 + j. So a row sees the true pairs up to t, and all its own steps so far.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def _attention(
     scaling: float,
     **_kwargs: object,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of row t to the true pairs up to t, and of every later step to that of row t alone.
+    """Attention of row t to the true pairs up to t and, of every later step, only to its own pair.
 
-    Scores of a later step are a product of rows, not of matrices: with all of them, s steps would cost s^2.
+    Scores of a later step are products row by row, not of matrices: full scores of s steps would cost s^2.
 
     Args:
         module: not used.
@@ -60,7 +60,7 @@ def _attention(
 
 
 class Steps:
-    """Keys and values of all steps so far, with gradients; it stands where attention expects a cache."""
+    """In place of a cache: keys and values of all steps so far, with gradients."""
 
     def __init__(self) -> None:
         self._layers: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
@@ -68,7 +68,7 @@ class Steps:
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Adds those of a step, [b, kv_heads, n, head_dim]; returns those of all, one after the other."""
+        """Adds those of a step, [b, kv_heads, n, head_dim]; returns those of all, concatenated."""
         all_keys, all_values = self._layers.setdefault(layer_idx, ([], []))
         all_keys.append(keys)
         all_values.append(values)
@@ -87,8 +87,7 @@ def chained(
         steps: how many.
 
     Yields:
-        Of each step the outputs [b, n, h]. After row n - 1 - j there is no token for step j: what the last j rows of
-        it hold is of no use.
+        The outputs [b, n, h] of each step. Step j has no token after row n - 1 - j: its last j rows are not valid.
     """
     from transformers import AttentionInterface  # late: it takes seconds to import
 

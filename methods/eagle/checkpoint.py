@@ -38,12 +38,12 @@ def load_eagle(
 ) -> tuple[EagleModel, dict[str, Any]]:
     """Reads `config.json` and `model.safetensors` or the authors' `pytorch_model.bin` from a folder.
 
-    Pickles are read with weights_only. Heads of keys and values, their width, and biases are those of the tensors: the
-    authors' config.json does not always name them.
+    Pickles are read with weights_only. KV heads, their width, and biases are taken from the tensors: the authors'
+    config.json does not always name them.
 
     Args:
         folder: where the files are.
-        target: that is drafted for; its device and dtype are the drafting model's.
+        target: model to draft for; its device and dtype are the drafting model's.
         expansion: how the target was expanded; the drafting model is, too.
 
     Returns:
@@ -72,7 +72,7 @@ def save_eagle(model: EagleModel, folder: str | Path, dtype: torch.dtype, **note
 
 
 def check_embedding(folder: str | Path, embedding: torch.Tensor | None, target: StagedModel) -> None:
-    """Raises UserError if a checkpoint holds an embedding, and it is not the target's."""
+    """Raises UserError if a checkpoint holds an embedding that is not the target's."""
     if embedding is None:
         return
     target_embedding = target.embed_tokens.weight
@@ -80,7 +80,7 @@ def check_embedding(folder: str | Path, embedding: torch.Tensor | None, target: 
     for theirs, ours in zip(embedding.split(ROWS), target_embedding.split(ROWS)) if fits else ():
         n, width = min(len(theirs), len(ours)), theirs.shape[1]  # an expanded target is wider
         same = theirs[:n].to(target_embedding.device, torch.float32), ours[:n, :width].float()
-        # Files are of other dtypes than the target now and then.
+        # Some files have another dtype than the target.
         fits = fits and torch.allclose(*same, atol=1e-2, rtol=1e-2)
     if not fits:
         raise UserError(
@@ -89,13 +89,13 @@ def check_embedding(folder: str | Path, embedding: torch.Tensor | None, target: 
 
 
 def _layer_settings(settings: dict[str, Any], state: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """What the tensors say of the layer: the heads of keys and values, their width, biases."""
+    """Returns the layer's settings by its tensors: KV heads, their width, biases."""
     attention, layer_settings = "layers.0.self_attn", {"bias": "fc.bias" in state}
     layer_settings["qkv_bias"] = f"{attention}.q_proj.bias" in state
     queries, keys = (state.get(f"{attention}.{name}.weight") for name in ("q_proj", "k_proj"))
     heads = settings.get("num_attention_heads")
     if queries is None or keys is None or not heads or queries.shape[0] % heads:
-        return layer_settings  # what is wrong is said of the tensors
+        return layer_settings  # `fill` reports the problem
     head_dim = queries.shape[0] // heads
     return layer_settings | {"head_dim": head_dim, "num_key_value_heads": keys.shape[0] // head_dim}
 
@@ -117,6 +117,6 @@ def _expanded(model: EagleModel, target: StagedModel, expansion: Expansion) -> E
         if model.fc.bias is not None:
             expanded.fc.bias[:old] = model.fc.bias.to(device, dtype)
         if grows:
-            # What the head's rows of added tokens read; see `Expansion`. It is too small to count in the layer's norm.
+            # Read by the head's rows of added tokens; see `Expansion`. It is too small to count in the layer's norm.
             expanded.fc.bias[old] = LOGIT / ADDED_ROW
     return expanded

@@ -19,8 +19,8 @@ class EagleLayer(nn.Module):
     """v = r + SelfAttn(y); out = v + MLP(RMSNorm(v)), of states y and a residual r. EAGLE-1 has y = r: no input norm.
 
     Args:
-        config: dimensions, eps and rotary settings. `qkv_bias` of it gives the projections to queries, keys and values
-            a bias.
+        config: dimensions, eps and rotary settings. `qkv_bias` adds a bias to the projections to queries, keys and
+            values.
         inputs: width of y; None: the hidden size.
     """
 

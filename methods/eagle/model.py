@@ -19,7 +19,7 @@ class EagleModel(CachedLayer):
     """out = Layer(fc [e(x); f]): an estimate of the state that follows f, for the target's own head.
 
     Args:
-        config: of the layer; `bias` of it is that of the linear layer, which has one where nothing is said.
+        config: of the layer; its `bias`, true by default, is that of the linear layer.
     """
 
     taps = (NORMED,)

@@ -1,8 +1,8 @@
 """Training on chained steps: a drafting model learns on its own outputs, as drafts take them (training-time test).
 
-Each place of a text takes some steps of a draft on the tokens that follow (`methods.eagle.chain`). Step j costs the
-cross-entropy against the target's own distribution, times decay^j (Li et al. 2025, section 3.2). The loss counts the
-tokens that the assistant says, by the token that is guessed.
+At each position of a text some steps of a draft are taken on the tokens that follow (`methods.eagle.chain`). Step j
+costs the cross-entropy against the target's own distribution, times decay^j (Li et al. 2025, section 3.2). A step
+counts in the loss if the guessed token is the assistant's.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 
 
 class StepDistillation(torch.nn.Module):
-    """batch -> cross-entropy of the steps of drafts against the target, which stays as it is.
+    """batch -> cross-entropy of the steps of drafts against the frozen target.
 
     Args:
         model: is trained.
-        target: stays as it is; its head makes tokens of the model's outputs.
+        target: frozen; its head makes tokens of the model's outputs.
         steps: of a draft.
         decay: of the weight of each further step.
         loss: what of a batch is judged.
@@ -64,9 +64,9 @@ class StepDistillation(torch.nn.Module):
     def judged(
         self, teacher: Callable[[Goals], Distribution], goals: Goals, guesses: list[torch.Tensor]
     ) -> torch.Tensor:
-        """The weighted sum [] of what guesses of some goals cost.
+        """The weighted sum [] of the losses of guesses of some goals.
 
-        Distributions and logits are made again for the gradient: those of a whole batch would fill the memory.
+        Distributions and logits are recomputed for the gradient: those of a whole batch would fill the memory.
 
         Args:
             teacher: the target's distributions of some goals.
@@ -123,7 +123,7 @@ class StepDistillation(torch.nn.Module):
     def hits(self, batch: Batch) -> torch.Tensor:
         """[steps, n] whether the draft's and the target's first choices agree.
 
-        At the n places after which, beyond the next token, as many tokens as there are steps are the assistant's.
+        At the n positions at which the `steps` tokens beyond the next one are the assistant's.
         """
         outputs, finals = self.outputs(batch)
         choices = self.choices(finals)
@@ -137,7 +137,7 @@ class StepDistillation(torch.nn.Module):
         )
 
     def figures(self, batches: Iterable[Batch]) -> dict[str, float]:
-        """What is said of held-out text: agreement step by step, and how many steps in a row agree on average."""
+        """Returns figures of held-out text: agreement by step, and the mean number of steps in a row that agree."""
         hits = torch.cat([self.hits(batch) for batch in batches], dim=1).float()
         run = hits.cumprod(0).sum(0).mean().item()
         return agreements("step", hits.mean(1).tolist()) | {"held_out_run": run}

@@ -71,7 +71,7 @@ def fresh_model(target: StagedModel) -> EagleModel:
 
 @torch.no_grad()
 def fit(model: EagleModel, target: StagedModel, text: Iterator[Batch]) -> None:
-    """Lets a fresh model estimate the next state as well as its linear layer can.
+    """Fits the linear layer of a fresh model to the next state.
 
     The authors begin at random. On SmolLM2-135M that had an agreement of 0.24 after 40 steps; this begins at 0.30.
     """
@@ -85,13 +85,13 @@ def fit(model: EagleModel, target: StagedModel, text: Iterator[Batch]) -> None:
 
 @torch.no_grad()
 def pairs_of(target: StagedModel, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Features and embedded tokens of the pairs [B, T - 1, h], and the states that they are to lead to, in float32."""
+    """Features and embedded tokens of the pairs [B, T - 1, h], and the states to predict, in float32."""
     states = finals_of(target, batch).float()
     return states[:, :-1], target.embed(batch["input_ids"][:, 1:]).float(), states[:, 1:]
 
 
 class Distillation(Guesses):
-    """batch -> loss of a drafting model against the target, which stays as it is."""
+    """batch -> loss of a drafting model against the frozen target."""
 
     def __init__(self, model: EagleModel, target: StagedModel, loss: Loss = ALL):
         super().__init__(target)
@@ -118,12 +118,12 @@ class Distillation(Guesses):
             batch,
             self.loss.goals(batch, ahead=2),
             [Guess(1.0, out, self.head, 2)],
-            # Whose first state is the second token's.
+            # Its first state is the second token's.
             teacher_of(batch, self.head, goals, 2),
         )
 
     def choices(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """First choices [AGREEMENTS, n] of chained steps and of the target, where as many said tokens follow."""
+        """First choices [AGREEMENTS, n] of chained steps and of the target, if as many assistant tokens follow."""
         features, embeds, goals = pairs_of(self.target, batch)
         among = before_answers(batch, AGREEMENTS)
         n = among.shape[1]

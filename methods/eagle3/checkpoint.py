@@ -1,7 +1,6 @@
 """EAGLE-3's and P-EAGLE's checkpoints: the authors', SpecForge's and speculators'; ours are for vLLM and SGLang.
 
-Whatever a config.json turns on is done here, too, or the checkpoint is refused by that name: a variant that is missed
-drafts badly, and nothing says so.
+Settings of a config.json that are not supported here are refused by name: a missed variant would silently draft badly.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ LAYER_SETTINGS = (
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
     *("vocab_size", "hidden_act", "rms_norm_eps", "max_position_embeddings", "attention_bias", "mlp_bias"),
 )
-# What must have this value, if it is there.
+# Settings that must have this value if present.
 FIXED = {
     "use_aux_hidden_state": True,
     "use_input_layernorm_in_first_layer": True,
@@ -69,7 +68,7 @@ FIXED = {
     "parallel_draft_step": 1,  # of NVIDIA's files
 }
 KINDS = ("eagle3", "peagle")  # of speculators' files
-# What changes nothing in how the layers draft.
+# Settings that do not affect drafting.
 HARMLESS = {
     *("model_type", "architectures", LAYER, LAYER_IDS, "eagle_config", FIGURES, *VARIANTS),
     *("draft_vocab_size", "target_hidden_size", "target_vocab_size", "rope_theta", "rope_scaling"),
@@ -96,15 +95,15 @@ def load_eagle3(
 
     Args:
         folder: where the files are.
-        target: that is drafted for; its device and dtype are the drafting model's.
+        target: model to draft for; its device and dtype are the drafting model's.
         expansion: how the target was expanded; the drafting model is, too.
         taps: depths to read in place of those that config.json names.
         rope_theta: base of the rotary positions, in place of config.json's.
-        masks: it must be one that fills masks (P-EAGLE), or else one that does not.
+        masks: whether it must be a model that fills masks (P-EAGLE), or one that does not.
 
     Raises:
-        UserError: a file cannot be read; a key or a shape is missing, unknown or wrong; config.json turns on what is
-            not known here; the drafting model was made for another target, or for the other method.
+        UserError: a file cannot be read; a key or a shape is missing, unknown or wrong; config.json sets what is not
+            supported here; the drafting model was made for another target, or for the other method.
     """
     settings, state = read_checkpoint(folder, WHAT, FILES)
     settings = _flat(folder, settings)
@@ -129,9 +128,9 @@ def load_eagle3(
 def save_eagle3(model: Eagle3Model, folder: str | Path, dtype: torch.dtype, **figures: Any) -> None:
     """Writes config.json (with figures of the training) and model.safetensors as vLLM and SGLang read them.
 
-    Keys and dtypes are the authors': `d2t` holds for each row of the head how far its token's id follows the row's
-    index, `t2d` which ids have a row. vLLM reads the depths at the top, as layers in front of which states are taken,
-    SGLang those of `eagle_config`, as layers after which they are.
+    Keys and dtypes are the authors': `d2t` holds for each row of the head the token id minus the row's index,
+    `t2d` which ids have a row. vLLM reads the depths at the top, as layers in front of which states are taken, SGLang
+    those of `eagle_config`, as layers after which they are.
     """
     config, token_ids = model.config, model.token_ids.cpu()
     rope = dict(cast("dict[str, Any]", config.rope_parameters))
@@ -171,18 +170,18 @@ def _flat(folder: str | Path, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _unknown(flat: dict[str, Any]) -> Iterator[str]:
-    """What a config.json turns on that is not known here."""
+    """Yields what a config.json sets that is not supported."""
     yield from unknown_settings(flat, HARMLESS, FIXED, ARCHITECTURES)
     if flat.get("speculators_model_type", KINDS[0]) not in KINDS:
         yield f"is of speculators' {flat['speculators_model_type']}, not of one of {', '.join(KINDS)}"
 
 
 def _unfit(flat: dict[str, Any], layer: dict[str, Any]) -> Iterator[str]:
-    """What a config.json says of the layer that this one does not do, or does not say.
+    """Yields the layer's settings in a config.json that do not fit, or are missing.
 
     Args:
-        flat: all of it.
-        layer: what speculators nests.
+        flat: all settings.
+        layer: those that speculators nests.
     """
     if len(masks := {flat[name] for name in MASKS if flat.get(name) is not None}) > 1:
         yield f"names several mask tokens: {', '.join(map(str, sorted(masks)))}"
@@ -207,7 +206,7 @@ def _own_name(name: str) -> str:
 def _check_method(
     folder: str | Path, settings: dict[str, Any], state: dict[str, torch.Tensor], masks: bool
 ) -> None:
-    """Brings a mask's state into shape. Raises UserError where the model fills masks and must not, or the reverse."""
+    """Reshapes a mask's state. Raises UserError if the model fills masks and must not, or the reverse."""
     if settings.get(PARALLEL) and MASK_STATE not in state:
         raise UserError(
             f"{WHAT} in '{folder}' cannot be used: config.json sets {PARALLEL}, without {MASK_STATE}"
@@ -226,7 +225,7 @@ def _config(
     rope_theta: float | None,
     depths: int,
 ) -> Eagle3Config:
-    """The config of the layer, with what the shapes of the tensors say; so many depths are read."""
+    """Returns the layer's config, with sizes from the tensors' shapes; `depths` depths are read."""
     attention = "midlayer.self_attn"
     needed = ("fc.weight", "lm_head.weight", f"{attention}.q_proj.weight", f"{attention}.k_proj.weight")
     if missing := [name for name in needed if name not in state]:
@@ -270,10 +269,10 @@ def _config(
 def _taps(
     folder: str | Path, settings: dict[str, Any], requested: Sequence[int] | None, layers: int
 ) -> tuple[int, ...]:
-    """The depths to read, as `Drafter.taps`: given, or config.json's, or else the authors'.
+    """Returns the depths to read, as `Drafter.taps`: as requested, else config.json's, else the authors'.
 
-    Two conventions are about. Where first id 2 is meant as the layer in front of which a state is taken, others call
-    it 1, the layer after which.
+    There are two conventions: a first id of 2 is the layer in front of which a state is taken, a first id of 1 the
+    layer after which it is.
     """
     top, nested = settings.get(LAYER_IDS), (settings.get("eagle_config") or {}).get(LAYER_IDS)
     layer_ids = top or nested
@@ -305,7 +304,7 @@ def _drop_embedding(
     target: StagedModel,
     expansion: Expansion | None,
 ) -> None:
-    """Leaves out an embedding that is the target's; notes one of the drafting model's own in its config."""
+    """Removes an embedding that is the target's; notes in the config if it is the drafting model's own."""
     embedding = state.get(EMBEDDING)
     if embedding is None:
         if config.target_hidden_size is not None:

@@ -43,7 +43,7 @@ class Eagle3(DynamicEagle):
 
         model = load_eagle3(weights, pair.staged, pair.expansion, layers, rope_theta)
         super().__init__(pair, model, nodes, width, max_draft_tokens)
-        # A round reads once what makes features of states.
+        # A round reads the layers for features once.
         once = [model.fc, model.fc_norm, *([model.input_norm] if model.input_norm is not None else [])]
         self._once = sum(map(weight_bytes, once))
         self._bytes -= self._once

@@ -2,11 +2,11 @@
 
 g = fc([low; mid; high]) of the target's states at three depths. The layer ("midlayer") reads RMSNorm(embedding of the
 next token) beside RMSNorm(g): its queries, keys and values have inputs twice as wide. Its residual is g itself. Its
-output stands for g of the next token in the next step of a draft, without fc; its norm and head give the token after
+output replaces g of the next token in the next step of a draft, without fc; its norm and head predict the token after
 that (Li et al. 2025, section 3.1). The names of the parts are the keys of the authors' checkpoints.
 
-P-EAGLE's is the same, but for pairs of which neither is known: masks, which all have one learnt state in place of the
-target's and one token. More layers may follow the first (arXiv 2602.01469).
+P-EAGLE's also reads masks, pairs whose state and token are not known: all masks share one learnt state and one token.
+More layers may follow the first (arXiv 2602.01469).
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ DEPTHS = 3  # of the target, whose states the authors read
 
 
 class Eagle3Config(LlamaConfig):
-    """A Llama config of the layers, and what is EAGLE-3's own.
+    """A Llama config of the layers, with EAGLE-3's settings.
 
     Attributes:
         target_hidden_size: width of the target; None: the drafting model's own.
         norm_before_residual: the residual is RMSNorm(g), not g.
         norm_before_fc: one RMSNorm over the states of all depths in front of fc.
         fc_norm: an RMSNorm over those of each depth.
-        norm_output: the next step is given the layer's output after the norm.
-        own_embedding: the drafting model has an embedding of its own; otherwise the target's is used.
+        norm_output: the next step gets the layer's output after the norm.
+        own_embedding: whether the drafting model has its own embedding; otherwise the target's is used.
         mask_token_id: the token of a mask; None: the model has no masks.
     """
 
@@ -57,7 +57,7 @@ class Eagle3Config(LlamaConfig):
 
 
 class Midlayer(EagleLayer):
-    """The first layer: tokens and features, each after a norm of its own, go into it side by side.
+    """The first layer: its input is tokens and features side by side, each after its own norm.
 
     Args:
         config: of the layer and the variants.
@@ -116,7 +116,7 @@ class Eagle3Model(CachedLayer):
 
     @property
     def tables(self) -> list[torch.Tensor]:
-        """An embedding of its own."""
+        """The model's own embedding."""
         return [] if self.embed_tokens is None else [self.embed_tokens.weight]
 
     def features(self, states: dict[int, torch.Tensor]) -> torch.Tensor:
@@ -124,7 +124,7 @@ class Eagle3Model(CachedLayer):
         return self._joined([states[tap] for tap in self.taps])
 
     def mask_features(self) -> torch.Tensor:
-        """What stands for g in a mask, [1, 1, h]."""
+        """Returns g [1, 1, h] of a mask."""
         assert self.mask_hidden is not None
         return self._joined(list(self.mask_hidden.chunk(len(self.taps), dim=-1)))
 
@@ -143,11 +143,11 @@ class Eagle3Model(CachedLayer):
         return self.output(out)
 
     def output(self, states: torch.Tensor) -> torch.Tensor:
-        """The last layer's output as it is handed on."""
+        """The last layer's output for the next step."""
         return self.norm(states) if self.config.norm_output else states
 
     def logits(self, output: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
-        """What `forward` gives, [..., h] -> logits [..., draft vocabulary], or [..., c] of some rows [c] of it."""
+        """Outputs [..., h] of `forward` -> logits [..., draft vocabulary], or [..., c] of some rows [c] of it."""
         normed = output if self.config.norm_output else self.norm(output)
         return self.lm_head(normed) if rows is None else linear(normed, self.lm_head.weight[rows])
 

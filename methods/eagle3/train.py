@@ -86,7 +86,7 @@ class TrainingTimeTest(StepDistillation):
 
 
 def frequent_ids(texts: Iterable[Batch], size: int, vocab: int) -> torch.Tensor:
-    """[size] ids in ascending order: the most frequent ones of what the assistant says; unseen ones fill up."""
+    """[size] ids in ascending order: the assistant's most frequent tokens, filled up with unseen ones."""
     counts: Counter[int] = Counter()
     for batch in watched(texts, "draft vocabulary", "batch"):
         counts.update(batch["input_ids"][batch["loss_weight"] == 1.0].tolist())
@@ -100,11 +100,11 @@ def fresh_model(
 ) -> Eagle3Model:
     """A drafting model to train, of the target's width and heads.
 
-    g is the state at the deepest tap. Norm and head are the target's, the norm smaller: at first the model says the
-    next token again, and unlearns it sooner where it is less sure. The authors begin with random weights everywhere.
+    g is the state at the deepest tap. Norm and head are the target's, the norm smaller: at first the model repeats the
+    next token, and unlearns this sooner if it is less sure. The authors begin with random weights everywhere.
 
     Args:
-        target: that it is for.
+        target: model to draft for.
         token_ids: [draft vocabulary] ids that its head scores.
         like_layer: layer of the target that its attention begins as, see `_begin_like`, and further layers add
             nothing yet; None: at random.
@@ -130,16 +130,16 @@ def fresh_model(
 
 
 def _begin_like(midlayer: Any, layer: Any) -> None:
-    """Lets the layer attend as one of the target's does, one token further on.
+    """Makes the layer attend as one of the target's does, one token further on.
 
-    Pair j holds the state of token j and the embedding of token j + 1. What the target's attention asks and takes of a
-    token, this one asks and takes of the embedding; what it finds a token by is taken from the state in front of it,
-    through the same matrix as what asks. So an attention that looks for a token and takes what followed looks for the
-    newest token among the states, and takes the token after it, which the pair holds, too. The rest adds nothing yet.
+    Pair j holds the state of token j and the embedding of token j + 1. Queries and values have the matrices of the
+    target's layer, and read the embedding; keys have its query matrix, and read the state. So an attention that looks
+    for a token and copies what followed looks for the newest token among the states, and copies the token after it,
+    which the pair holds, too. The rest adds nothing yet.
     """
     asks, takes = layer.self_attn.q_proj.weight, layer.self_attn.v_proj.weight
     width, rows = asks.shape[1], takes.shape[0]
-    # Where queries share keys, what finds a token is the mean of what asks for it.
+    # If queries share keys, the key matrix is the mean of their matrices.
     size = layer.self_attn.head_dim
     finds = asks.unflatten(0, (rows // size, -1, size)).mean(1).flatten(0, 1)
     midlayer.self_attn.q_proj.weight.copy_(pad(asks, (0, width)))
@@ -152,11 +152,11 @@ def _begin_like(midlayer: Any, layer: Any) -> None:
 
 
 def _has_biases(layer: Any) -> bool:
-    """Whether a layer's attention has biases. Raises UserError where `_begin_like` cannot follow it."""
+    """Whether a layer's attention has biases. Raises UserError if `_begin_like` cannot follow it."""
     attention = getattr(layer, "self_attn", None)
     parts = {} if attention is None else dict(attention.named_parameters())
     biases = {f"{name}_proj.bias" for name in "qkvo"}
-    # A norm of queries and keys, too, decides what it attends to.
+    # A norm of queries and keys also affects attention.
     if parts.keys() - biases != {f"{name}_proj.weight" for name in "qkvo"} or not hasattr(
         layer, "input_layernorm"
     ):
@@ -168,7 +168,7 @@ VOCABULARY = {"draft_vocab": Count, "like_layer": Natural | None}
 
 
 def begin(cfg: DictConfig, pair: Pair, **variants: Any) -> tuple[Eagle3Model, str]:
-    """A drafting model to train as configured, over the tokens that are said most, and how it begins."""
+    """A drafting model to train as configured, over the most frequent tokens, and how it begins."""
     check_like_layer(cfg.like_layer, pair.staged)
     biased = False
     if cfg.like_layer is not None:

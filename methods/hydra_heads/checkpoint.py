@@ -77,7 +77,7 @@ def load_heads(
 
     Args:
         folder: where the files are.
-        target: that is drafted for; its device and dtype are the heads'.
+        target: model to draft for; its device and dtype are the heads'.
         expansion: how the target was expanded; the heads are, too.
 
     Returns:
@@ -117,7 +117,7 @@ def load_heads(
 
 
 def _names(prefixed: bool, i: int, layers: int) -> tuple[list[str], str]:
-    """What head i's blocks and its output matrix are called."""
+    """Returns the names of head i's blocks and output matrix."""
     if prefixed:
         return [f"hydra_mlp.{i}.{1 + 2 * j}" for j in range(layers)], f"hydra_lm_head.{i}.1"
     return [f"hydra_mlp.{i}.{j}" for j in range(layers)], f"hydra_lm_head.{i}"
@@ -128,7 +128,7 @@ def _renamed(state: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Ten
 
 
 def _check_settings(folder: str | Path, settings: dict[str, Any]) -> None:
-    """Raises UserError for heads that are no Hydra heads as this module knows them."""
+    """Raises UserError for heads that are no Hydra heads this module supports."""
     arch = settings.get("hydra_head_arch")
     problems = []
     if arch not in (PLAIN, PREFIXED):
@@ -147,7 +147,7 @@ def _check_settings(folder: str | Path, settings: dict[str, Any]) -> None:
 
 
 def _count(folder: str | Path, settings: dict[str, Any], state: dict[str, torch.Tensor]) -> int:
-    """The layers of each head. Raises UserError unless heads and layers are as many as config.json says."""
+    """Number of layers per head. Raises UserError unless heads and layers are as many as in config.json."""
     blocks = {tuple(name.split(".")[1:3]) for name in state if name.startswith("hydra_mlp.")}
     heads = len({head for head, _ in blocks})
     counts = {"hydra_num_heads": heads, "hydra_num_layers": len(blocks) // max(1, heads)}
@@ -160,7 +160,7 @@ def _count(folder: str | Path, settings: dict[str, Any], state: dict[str, torch.
 
 
 def _fill(folder: str | Path, heads: Heads, state: dict[str, torch.Tensor]) -> None:
-    """Puts a checkpoint's tensors into heads. Raises UserError as `load_heads` says."""
+    """Loads a checkpoint's tensors into heads. Raises UserError as `load_heads`."""
     check_tensors(folder, WHAT, state, _shapes(heads))
     if heads.prefix is not None:
         heads.prefix.load_state_dict({name: state[f"{PREFIX}{name}"] for name in heads.prefix.state_dict()})
@@ -206,7 +206,7 @@ def _put(layer: torch.nn.Module, leaf: str, values: torch.Tensor) -> None:
 
 @torch.no_grad()
 def _expanded(folder: str | Path, heads: Heads, target: StagedModel, expansion: Expansion) -> Heads:
-    """The heads at the width of an expanded target, which say what they said of the narrow one's states."""
+    """The heads at the width of an expanded target, with the predictions of the original ones."""
     if heads.output is not None:
         raise UserError(f"{WHAT} in '{folder}' have output matrices of their own: they cannot be expanded")
     old, new = expansion.old.hidden, expansion.new.hidden

@@ -87,7 +87,7 @@ class HydraHeads(StateHeads):
         return fill_with_likeliest(levels, logits_of, self.head.ids)
 
     def draft_bytes(self, levels: int) -> float:
-        """Those of the heads of these levels, and of the prefix layer, which runs once a round."""
+        """Bytes of the heads of these levels, and of the prefix layer, which runs once a round."""
         return self.upkeep_bytes + sum(self._level_bytes[:levels])
 
     def commit(self, batch: Batch, verified: Verified) -> None:
@@ -107,7 +107,7 @@ class HydraHeads(StateHeads):
         self._states[: batch.size] = seen
 
     def _own_output(self, i: int) -> torch.nn.Module | None:
-        """Head i's own output matrix, trimmed like the target's head; None where that is used."""
+        """Head i's own output matrix, trimmed like the target's head, or None if that is used."""
         if self.heads.output is None:
             return None
         output = cast("torch.nn.Linear", self.heads.output[i])

@@ -2,9 +2,9 @@
 
 Head i guesses token t + 2 + i from the state f of token t after the target's final norm and from the tokens in
 between. With u = [s, e(t + 1), ..., e(t + 1 + i)], e being the target's embedding, its first block is
-z = A u + a + SiLU(B u + b), and every further one z + SiLU(W z + c) with the same W and c. Then comes an output matrix
-of its own with a bias, or, where there is none ("shared head"), the target's. In Hydra s is f. In Hydra++ s is what the
-prefix layer, a decoder layer over the states of all tokens, makes of f.
+z = A u + a + SiLU(B u + b), and every further one z + SiLU(W z + c) with the same W and c. Then comes its own output
+matrix with a bias, or the target's if it has none ("shared head"). In Hydra s is f. In Hydra++ s is the output for f of
+the prefix layer, a decoder layer over the states of all tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class PrefixLayer(DraftLayer):
 
     Args:
         config: one layer.
-        width: what follows this width of the states is not read; None: all is read.
+        width: dimensions of the states that are read, the first ones; None: all.
     """
 
     taps = (NORMED,)
@@ -51,7 +51,7 @@ class Heads(nn.Module):
         heads: K.
         layers: blocks of each head; all but the first one are the same block.
         hidden: width of the target.
-        vocab: ids that heads of their own score; None: the target's head is used.
+        vocab: ids that the heads' own matrices score; None: they use the target's.
         prefix: of the prefix layer; None: there is none.
     """
 
@@ -76,7 +76,7 @@ class Heads(nn.Module):
 
     @property
     def heads(self) -> int:
-        """How many there are."""
+        """Number of heads."""
         return len(self.wide)
 
     def seen(self, states: torch.Tensor) -> torch.Tensor:

@@ -44,10 +44,10 @@ def fresh_heads(
     prefix: bool,
     own_output: bool,
 ) -> tuple[Heads, str]:
-    """Heads to train, each of which says what the target's own head says of the state in front.
+    """Heads to train; each one predicts at first what the target's head does from the state in front.
 
     Args:
-        target: that they are for.
+        target: to draft for.
         heads: how many.
         layers: blocks of each.
         prefix: whether there is a prefix layer.
@@ -76,7 +76,7 @@ def fresh_heads(
 
 @torch.no_grad()
 def fit(heads: Heads, target: StagedModel, text: Iterator[Batch]) -> None:
-    """Lets each fresh head estimate the state that its token comes from as well as a linear layer can."""
+    """Fits each fresh head, by least squares, to the state that its token comes from."""
     fitted = []
     for batch in some_of(text):
         finals = finals_of(target, batch).float()
@@ -90,7 +90,7 @@ def fit(heads: Heads, target: StagedModel, text: Iterator[Batch]) -> None:
 
 
 def inputs_of(target: StagedModel, batch: Batch, states: torch.Tensor, i: int) -> torch.Tensor:
-    """What head i reads, [B, T - 1 - i, (2 + i) d], of states [B, T, d] and the tokens of a batch."""
+    """Inputs [B, T - 1 - i, (2 + i) d] of head i, from states [B, T, d] and the tokens of a batch."""
     n = states.shape[1] - 1 - i
     with torch.no_grad():
         embedded = target.embed(batch["input_ids"]).to(states.dtype)
@@ -98,9 +98,9 @@ def inputs_of(target: StagedModel, batch: Batch, states: torch.Tensor, i: int) -
 
 
 def _begin(prefix: PrefixLayer, target: StagedModel) -> str:
-    """Makes the prefix layer that of the target's last layer, if it has that form, and says what it is now.
+    """Makes the prefix layer begin as the target's last layer, if it has its form; returns how it begins.
 
-    It adds nothing yet, and its norm gives the target's states but for their lengths, which become their mean one.
+    It adds nothing yet, and its norm keeps the target's states but for their lengths, which become their mean one.
     """
     layer, last = cast("Any", prefix.layers[0]), cast("Any", target.layers[-1])
     is_like = begin_like(layer, last)
@@ -111,7 +111,7 @@ def _begin(prefix: PrefixLayer, target: StagedModel) -> str:
 
 
 class Distillation(HeadDistillation):
-    """batch -> cross-entropy of the heads against the target, which stays as it is."""
+    """batch -> cross-entropy of the heads against the frozen target."""
 
     def __init__(self, heads: Heads, target: StagedModel, loss: Loss = ALL):
         super().__init__(heads.heads, target, loss=loss)

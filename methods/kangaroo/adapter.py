@@ -93,7 +93,7 @@ def load_adapter(folder: str | Path, target: StagedModel, expansion: Expansion |
 
     Args:
         folder: where the files are.
-        target: that is drafted for; its device and dtype are the adapter's.
+        target: model to draft for; its device and dtype are the adapter's.
         expansion: how the target was expanded; the adapter is, too, to the size that the paper gives such a target.
 
     Raises:

@@ -2,8 +2,8 @@
 
 A round (paper, sections 4.1 and 4.3): layers [0, exit_layer) run on the newest token. Unless the previous draft token
 had a low confidence or the draft is full, the adapter and the target's head turn the exit state into the next draft
-token. The token that ends the draft is verified, too, for which its exit state is computed. Verification takes all exit
-states through layers [exit_layer, N), so no layer runs twice.
+token. The token that ends the draft is verified, too, so its exit state is computed. Verification runs all exit states
+through layers [exit_layer, N), so no layer runs twice.
 """
 
 from __future__ import annotations
@@ -107,14 +107,14 @@ class Kangaroo(Drafter):
         )
 
     def commit(self, batch: Batch, verified: Verified) -> None:
-        """Moves what the adapter has seen of an accepted path, and keeps the exit state of its last token."""
+        """Moves the adapter's entries of an accepted path, and keeps the exit state of its last token."""
         self._layer_cache.layout.commit(batch, verified.count, verified.counts, verified.path)
         for slot, (length, count) in enumerate(zip(batch.lengths, verified.counts)):
             self._adapted[slot] = length + min(self._depth - 1, count)  # all but the last token of a path
         self._before[: batch.size, 0] = verified.last(self._states)
 
     def _begun(self, batch: Batch) -> tuple[torch.Tensor, int]:
-        """Begins a draft: exit states [b, n, d] for the adapter, the last one the pending token's; the first's offset.
+        """Begins a draft: exit states [b, n, d] for the adapter, up to the pending token's, and the first's offset.
 
         After a full acceptance the last draft token went through the shallow layers but not through the adapter.
         """
@@ -123,7 +123,7 @@ class Kangaroo(Drafter):
         return (torch.cat([self._before[: batch.size], state], dim=1) if missing else state), -missing
 
     def _shallow_bytes(self, tokens: int) -> float:
-        """Bytes of weights that a pass of so many tokens through the first layers reads."""
+        """Bytes of weights that a pass of `tokens` tokens through the first layers reads."""
         return self.target.pass_bytes(0, self.exit_layer, head=False, tokens=tokens)
 
     def _shallow(

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 def fresh_adapter(target: StagedModel, like_layer: int) -> tuple[Adapter, bool]:
     """An adapter to train: the attention of one of the target's own layers, if it has that form, and its final norm.
 
-    The authors begin with norms of 1 and random attention; from here far fewer steps are needed. Where the layer's
+    The authors begin with norms of 1 and random attention; from here far fewer steps are needed. If the layer's
     attention has another form (shared key heads, biases, norms), the adapter begins as a plain early exit instead: an
     attention that adds nothing yet.
 
@@ -75,7 +75,7 @@ def fresh_adapter(target: StagedModel, like_layer: int) -> tuple[Adapter, bool]:
 
 
 class Distillation(torch.nn.Module):
-    """batch -> cross-entropy of an adapter against the target, which stays as it is."""
+    """batch -> cross-entropy of an adapter against the frozen target."""
 
     def __init__(self, adapter: Adapter, target: StagedModel, exit_layer: int, loss: Loss = ALL):
         super().__init__()
@@ -102,7 +102,7 @@ class Distillation(torch.nn.Module):
         return self.adapter(exits, position_embeddings=rope), states_by_tap[NORMED]
 
     def choices(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """First choices [n] of adapter and target before each token that the assistant says."""
+        """First choices [n] of adapter and target before each assistant token."""
         student, teacher = (first_choices(self.head, predicting(s, batch, 1.0)) for s in self.states(batch))
         return student, teacher
 

@@ -1,7 +1,7 @@
 """Kangaroo's tree (Liu et al., NeurIPS 2024, section 4.2): the likeliest paths under the adapter, level by level.
 
-Every node goes through the target's first layers, in the target's own cache, and is verified from there on. So the
-nodes of a draft lie where verification places them, and nothing is computed that is not verified.
+Every node goes through the target's first layers, in the target's own cache, and is verified from there on. So draft
+and verification use the same entries, and everything that is computed is verified.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ from specbench.system.settings import Count, Probability
 class KangarooTree(Kangaroo):
     """Drafts a tree of `width` nodes a level; see the module.
 
-    A level are the likeliest paths among the likeliest followers of the nodes of the level above. A path's confidence
+    A level has the likeliest paths among the likeliest followers of the level above. A path's confidence
     is the product of its tokens' probabilities under the adapter (temperature 1).
 
     Not as published: the root is the pending token, not the first draft token, and nodes without a child all stay. The
-    authors drop half of them, but here they have been through the first layers, and the target looks at them for the
-    rest. With temperature the tree is verified by the target's own draws, so that the text is that of autoregressive
-    decoding.
+    authors drop half of them, but here they have passed the first layers, and the target completes them. With
+    temperature the tree is verified by the target's own draws, so that the text is that of autoregressive decoding.
 
     Args:
         pair: with the target.
@@ -35,8 +34,8 @@ class KangarooTree(Kangaroo):
         exit_layer: as in `Kangaroo`.
         width: nodes of a level (K).
         max_draft_tokens: levels; the paper bounds the size of a tree and does not state it.
-        confidence_threshold: the level whose likeliest path has a confidence below it is the last one (eta); 0 gives a
-            constant number of levels.
+        confidence_threshold: drafting stops after a level whose likeliest path has a confidence below it (eta); 0: the
+            number of levels is constant.
 
     Raises:
         UserError: as in `Kangaroo`.
@@ -113,7 +112,7 @@ class KangarooTree(Kangaroo):
         ) -> list[torch.Tensor]:
             tree = Tree(*above) if above else None
             adapted = self.adapter(feed, **self._layer_cache.arguments(batch, feed, offset, tree))
-            # What stands in front of the pending token only fills the cache.
+            # States in front of the pending token only fill the cache.
             logits = self.head.logits(adapted[:, -1:] if tree is None else adapted)
             followers = likeliest_ids(logits, width)
             log_probs = logits.gather(2, followers).float() - logits.float().logsumexp(-1, keepdim=True)

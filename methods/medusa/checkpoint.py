@@ -1,8 +1,8 @@
 """Checkpoints of Medusa's heads: under the authors' keys, and in the form that vLLM reads.
 
-Of head i the authors call block and output matrix `i.0.linear` and `i.1`, vLLM `blocks.i.layers.0` and `lm_heads.i`.
-vLLM's form has two things more: a copy of the target's head where all heads share it (`lm_head`), and a `token_map`,
-the ids of the tokens that the rows of output matrices stand for.
+Block and output matrix of head i are `i.0.linear` and `i.1` for the authors, `blocks.i.layers.0` and `lm_heads.i` for
+vLLM. vLLM's form has two more entries: a copy of the target's head if all heads share it (`lm_head`), and a
+`token_map`, the token ids of the rows of output matrices.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def load_heads(
 
     Args:
         folder: where the files are, in either form.
-        target: that is drafted for; its device and dtype are the heads'.
+        target: model to draft for; its device and dtype are the heads'.
         expansion: how the target was expanded; the heads are, too.
 
     Returns:
@@ -110,9 +110,9 @@ def save_for_vllm(
     Args:
         heads: to write.
         head: [vocab, d] the target's, of which heads without output matrices need a copy.
-        folder: where to.
+        folder: to write to.
         dtype: of the tensors.
-        notes: such as the tree, which vLLM does not look at.
+        notes: such as the tree, which vLLM ignores.
     """
     settings = {
         "model_type": "medusa",
@@ -160,7 +160,7 @@ def _check_heads_alone(folder: str | Path, settings: dict[str, Any]) -> None:
 def _from_vllm(
     folder: str | Path, settings: dict[str, Any], state: State, target: StagedModel, vocab: int
 ) -> tuple[State, torch.Tensor | None]:
-    """A checkpoint in vLLM's form, of a target of so many tokens, under the authors' keys; and its token map."""
+    """Returns a checkpoint in vLLM's form, of a target of `vocab` ids, under the authors' keys, and its token map."""
     named: State = {}
     for name, tensor in state.items():
         for pattern, replacement in RENAMED:
@@ -180,7 +180,7 @@ def _from_vllm(
         check_copy(folder, WHAT, HEAD, copy, target_head if ids is None else target_head[ids])
     if not settings.get("medusa_fc_bias"):
         for name in [name for name in named if name.endswith(".0.linear.weight")]:
-            # Files have biases that this setting does not tell of, and that vLLM drops without a word.
+            # Some files have biases despite this setting; vLLM silently drops them.
             named.setdefault(name.replace("weight", "bias"), torch.zeros(len(named[name])))
     return named, ids
 
@@ -200,7 +200,7 @@ def _check_map(folder: str | Path, settings: dict[str, Any], ids: torch.Tensor, 
 
 
 def _assembled(folder: str | Path, state: State, hidden: int) -> MedusaHeads:
-    """The heads of a checkpoint's tensors. Raises UserError as `load_heads` says."""
+    """The heads of a checkpoint's tensors. Raises UserError as `load_heads`."""
     count = len({name.split(".")[0] for name in state})
     has_outputs = any(name.endswith(".1.weight") for name in state)
     vocab = state["0.1.weight"].shape[0] if "0.1.weight" in state else None

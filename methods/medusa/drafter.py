@@ -56,12 +56,12 @@ class Medusa(StateHeads):
         return torch.cat([likely[:, depth, level.ranks] for depth, level in enumerate(levels)], dim=1)
 
     def draft_bytes(self, levels: int) -> float:
-        """Those of the first heads; where the output matrix is the target's, their rows share one product with it."""
+        """Bytes of the first heads; if the output matrix is the target's, one product with it serves all of them."""
         output = sum(map(weight_bytes, self._outputs[:levels])) if self._outputs else self.head.bytes
         return self.heads.weight[:levels].nbytes + self.heads.bias[:levels].nbytes + output
 
     def export(self, folder: Path) -> None:
-        """Writes the heads as vLLM reads them, which has chains of their likeliest tokens in place of the tree."""
+        """Writes the heads as vLLM reads them; it drafts chains of their likeliest tokens, no tree."""
         if self.head.token_ids is not None:
             raise UserError("heads that score only some tokens are not exported: set vocab=full")
         save_for_vllm(self.heads, self.target.lm_head.weight, folder, self.target.dtype)

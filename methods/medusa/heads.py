@@ -1,7 +1,7 @@
 """Medusa's heads.
 
 Head i guesses token t + 2 + i from the state f of token t after the target's final norm: z = f + SiLU(W f + b), then
-an output matrix of its own, or, where there is none ("shared head", a variant that vLLM knows, too), the target's.
+its own output matrix, or the target's if it has none ("shared head", a variant that vLLM supports, too).
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from torch.nn.functional import silu
 
 
 class MedusaHeads(torch.nn.Module):
-    """K residual blocks, and K output matrices where they are not the target's.
+    """K residual blocks, and K output matrices unless they are the target's.
 
     Args:
         heads: K.
         hidden: width of the target.
-        vocab: ids that heads of their own score; None: the target's head is used.
+        vocab: ids that the heads' own matrices score; None: they use the target's.
     """
 
     output: torch.nn.Parameter | None
 
     def __init__(self, heads: int, hidden: int, vocab: int | None = None):
         super().__init__()
-        # As the authors begin: every head says what the target's says.
+        # As in the authors' code: every head begins as the target's.
         self.weight = torch.nn.Parameter(torch.zeros(heads, hidden, hidden))
         self.bias = torch.nn.Parameter(torch.zeros(heads, hidden))
         output = None if vocab is None else torch.nn.Parameter(torch.zeros(heads, vocab, hidden))
@@ -31,7 +31,7 @@ class MedusaHeads(torch.nn.Module):
 
     @property
     def heads(self) -> int:
-        """How many there are."""
+        """Number of heads."""
         return self.weight.shape[0]
 
     def forward(self, states: torch.Tensor, first: int | None = None) -> torch.Tensor:

@@ -35,7 +35,7 @@ BEGINS = "blocks of zeros: every head says what the target's says"
 
 
 class Distillation(HeadDistillation):
-    """batch -> cross-entropy of the heads against the target, which stays as it is."""
+    """batch -> cross-entropy of the heads against the frozen target."""
 
     def __init__(self, heads: MedusaHeads, target: StagedModel, loss: Loss = ALL):
         super().__init__(heads.heads, target, DECAY, loss)

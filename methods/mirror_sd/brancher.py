@@ -37,8 +37,8 @@ class Plan:
     Attributes:
         depth: tokens of a draft.
         kappa: decisions guessed for each number of accepted tokens.
-        most: of all guesses only so many, the likeliest; None: all.
-        roots_only: guess for no accepted token alone.
+        most: number of guesses to keep, the likeliest; None: all.
+        roots_only: guess only for no accepted token.
         guesses: from the target's "exit", from the "draft" model's own distributions, from the mean of "both", or
             "none" at all: then every draft is made after the decision, as in plain speculative sampling.
         floor: decisions less likely than this are not drafted for.
@@ -53,7 +53,7 @@ class Plan:
 
     @property
     def widest(self) -> int:
-        """The most branches there can be."""
+        """Largest number of branches."""
         every = self.kappa if self.roots_only else self.kappa * (self.depth + 1)
         return max(1, every if self.most is None else min(self.most, every))
 
@@ -113,7 +113,7 @@ class Brancher:
     ):
         self.model, self.head, self.exit_head, self.plan = model, head, exit_head, plan
         self.device = model.device
-        # The model's own forward, in which they were trained, scales what it embeds, and them with it.
+        # Streams were trained in the model's own forward, which scales embeddings and streams alike.
         self.streams = (
             torch.empty(0, model.hidden_size, device=self.device)
             if streams is None
@@ -168,7 +168,7 @@ class Brancher:
             k: tokens of the draft that are verified.
             depth: tokens to draft after each decision.
             states: [1 + k, d] of the target at its exit; not used for guesses of the draft model's own.
-            decided: called before every pass: whether the decision is known by now, so that branches are of no use.
+            decided: called before every pass: whether the decision is known by now, which makes branches useless.
         """
         self.foresee()
         self._path, self._rows = self._path[:k], self._rows[:k]
@@ -187,7 +187,7 @@ class Brancher:
         """Ends the sequence.
 
         Returns:
-            Passes of the draft model for branches of which none was settled on; -1 where none were begun.
+            Passes of the draft model for branches that were not used; -1 if none were begun.
         """
         passes = -1 if self._growth is None else self._growth.passes
         self._forget()
@@ -203,14 +203,14 @@ class Brancher:
             accepted: draft tokens that the target kept.
             following: the target's own token after them.
             limit: tokens of the next draft at most.
-            unwanted: called before every pass; if true the draft is given up, the one returned is empty, and the next
+            unwanted: called before every pass; if true, the draft is abandoned, an empty one is returned, and the next
                 call must be `begin`.
         """
         at, limit = self._base + accepted, min(limit, self.plan.depth)
         branch = self._index.get((accepted, following))
         expanded = self._growth
         hit, together = (None, 0) if expanded is None else (False, expanded.passes)
-        # Where there was no time for a pass nothing is written.
+        # If there was no time for a pass, nothing is written.
         if expanded is not None and branch is not None and (written := expanded.of(branch)):
             hit, growth = True, self._pick(expanded, branch, written, accepted, at)
         else:
@@ -225,7 +225,7 @@ class Brancher:
             if unwanted():
                 return SettledDraft(self._path[:0], None, hit, (together, growth.passes - begun))
             self._grow(growth)
-        if growth.seen is not None:  # of the guesses that did not come true nothing may stay
+        if growth.seen is not None:  # remove the entries of wrong guesses
             self._keep(growth.base, growth.seen[0].nonzero().squeeze(1))
         self._base = at + 1
         tokens, rows, self._path_logits = joined(growth.written)
@@ -286,7 +286,7 @@ class Brancher:
         hidden, rows_seen, all_columns = self._with_streams(hidden, n, offsets, seen, rows_seen, columns)
         start = self._fed
         hidden = self._run(hidden, all_columns, rows_seen)[0]
-        self._fed = start + n + m * v  # streams leave nothing after
+        self._fed = start + n + m * v  # streams leave no entries
         logits = self.head.logits(model.norm(hidden[n : n + m * v])).view(m, v, -1)
         rows, tokens = self._choose(growth, logits)
         right = (growth.guesses == tokens[:, :w]).long().cumprod(1).sum(1)  # [m] guesses that came true
@@ -323,7 +323,7 @@ class Brancher:
 
         Args:
             hidden: [1, n, d].
-            columns: [m] offsets of the last m entries, these n the last, where they are no sequence.
+            columns: [m] offsets of the last m entries, these n the last, if they are no sequence.
             seen: [n, m] which of them each token attends to; None where they are a sequence.
         """
         n, ctx = hidden.shape[1], None
@@ -350,7 +350,7 @@ class Brancher:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Adds s stream states for each of the m * v tokens.
 
-        Stream j of a token starts as its embedding plus that of the stream, stands j positions after it, and attends
+        Stream j of a token starts as its embedding plus that of the stream, is j positions after it, and attends
         to what the token attends to and the streams 1 to j of the same token (eq. 2).
 
         Returns:
@@ -371,7 +371,7 @@ class Brancher:
         )
 
     def _pick(self, growth: Growth, branch: int, written: list[Written], accepted: int, at: int) -> Growth:
-        """The branch of the target's decision as a growth of its own, its cache entries compacted."""
+        """Returns the branch of the target's decision as its own growth; compacts its cache entries."""
         seen: torch.Tensor = growth.seen  # type: ignore[assignment] # of branches there always is one
         if self.streams.shape[0]:
             nodes = seen[branch].nonzero().squeeze(1)[accepted:]
@@ -434,7 +434,7 @@ class Brancher:
     def _draw(self) -> None:
         """Draws the numbers for the next draft, one for each of its tokens.
 
-        All branches share them: one alone is used, and which one does not depend on them.
+        All branches share them: only one is used, and which one does not depend on them.
         """
         self._uniforms = None
         if self._generator is not None:

@@ -2,8 +2,8 @@
 
 A decision is a pair (accepted, token): how many of the k draft tokens the target keeps, and its own token after them.
 Mirror-SD (Bhendawade et al. 2025, eq. 6 to 8) guesses the token from the target's own head at an early layer, SSD
-(Kumar et al. 2026) from the draft model's distributions. How far the target follows the draft, the draft model knows
-best.
+(Kumar et al. 2026) from the draft model's distributions. The draft model knows best how far the target follows
+the draft.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class Branches:
     scores: torch.Tensor
 
     def likely(self, floor: float) -> tuple[Branches, dict[tuple[int, int], int]]:
-        """Those that are at least as likely as `floor`, or else the likeliest alone.
+        """Returns those that are at least as likely as `floor`, or else only the likeliest.
 
-        Waits for the device: the one time that this side does in a round.
+        Waits for the device; this side does so only here in a round.
 
         Returns:
-            They, and (accepted, token) -> index of the branch.
+            These, and (accepted, token) -> index of the branch.
         """
         enough = self.scores >= self.scores[:1].clamp(max=floor)
         accepted, tokens, are_enough = torch.stack([self.accepted, self.tokens, enough]).tolist()
@@ -56,17 +56,17 @@ def likely_decisions(
 
     Args:
         probs: [1 + k, n] guesses of the target's token after the pending token and each draft token; overwritten.
-        path: [k] columns of the draft tokens, each of which is no candidate at its own place: accepting it would be
-            another decision.
-        reaching: [1 + k] probability that the target accepts as far as there.
+        path: [k] columns of the draft tokens; none is a candidate at its own position: accepting it would be another
+            decision.
+        reaching: [1 + k] probability that the target accepts that far.
         kappa: decisions for each number of accepted tokens.
-        most: keep only so many of all, by the product of both probabilities; None: all.
-        roots_only: guess for 0 accepted tokens alone (the narrow reading of the paper's eq. 7).
+        most: number of them to keep, by the product of both probabilities; None: all.
+        roots_only: guess only for 0 accepted tokens (the narrow reading of the paper's eq. 7).
 
     Returns:
         Decisions whose tokens are columns.
     """
-    # A number that is set through an index of tensors is copied to a GPU, and waited for.
+    # Indexed assignment would copy the number to a GPU, and wait for it.
     probs[: path.shape[0]].scatter_(1, path.unsqueeze(1), -1.0)
     if roots_only:
         probs, reaching = probs[:1], reaching[:1]
@@ -84,7 +84,7 @@ def prefix_products(probs: torch.Tensor, path: torch.Tensor) -> torch.Tensor:
 
 
 def mixture(exit_probs: torch.Tensor, probs: torch.Tensor, token_ids: torch.Tensor | None) -> torch.Tensor:
-    """The mean [n, vocab] of two distributions; of logarithms it would take several times as long.
+    """The mean [n, vocab] of two distributions; with logarithms it would take several times as long.
 
     Args:
         exit_probs: [n, vocab], overwritten.

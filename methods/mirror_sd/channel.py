@@ -1,6 +1,6 @@
 """Between the target's side and the draft's: messages of a few numbers, and the tensors that they refer to.
 
-Nothing is pickled on the way: the two sides hold the same tensors (of a process: in shared memory), and a semaphore
+Nothing is pickled on the way: both sides hold the same tensors (processes: in shared memory), and a semaphore
 counts the messages in each direction. Raising and lowering it is also the memory barrier after which contents are
 visible.
 """
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from multiprocessing.synchronize import Semaphore
 
-RING = 8  # messages that may be on their way; neither side is ever more than a few ahead
+RING = 8  # messages that may be in flight; neither side is ever more than a few ahead
 SPANS = 3  # of a draft: before the exit, during the rest of the pass, after the decision
-POLL_SECONDS = 0.5  # seconds between two looks at whether the other side still lives
-POLLS_BEFORE_YIELD = 200  # looks in a row before other work on this core gets a chance
+POLL_SECONDS = 0.5  # seconds between checks that the other side is alive
+POLLS_BEFORE_YIELD = 200  # polls in a row before other work gets this core
 
 
 Marked = tuple[torch.Tensor, torch.cuda.Event | None]
@@ -33,7 +33,7 @@ Span = float | tuple[Timestamp, Timestamp]  # seconds, or the marks between whic
 
 
 def elapsed(start: Timestamp, end: Timestamp) -> Span:
-    """Seconds from mark `start` to mark `end` of a clock; on a GPU the marks, for they cannot be read yet."""
+    """Seconds from mark `start` to mark `end` of a clock; on a GPU the marks, as they cannot be read yet."""
     return end - start if isinstance(start, float) else (start, end)
 
 
@@ -42,8 +42,8 @@ class Message:
     """One message.
 
     Attributes:
-        kind: an `Command` or a `Response`.
-        numbers: up to four whole ones.
+        kind: a `Command` or a `Response`.
+        numbers: up to four integers.
         seconds: up to two.
         sent: when, by the clock that all processes of a machine share.
     """
@@ -59,7 +59,7 @@ class MessageQueue:
 
     Args:
         semaphore: of a thread or of a process; counts the messages that have arrived.
-        shared: between processes.
+        shared: whether processes share it.
         spins: whether the receiver may poll instead of sleeping: microseconds instead of tens of them, at the cost of a
             core.
     """
@@ -86,7 +86,7 @@ class MessageQueue:
         """Waits for the next message.
 
         Args:
-            alive: whether the sender still lives.
+            alive: whether the sender is alive.
             timeout: seconds to wait; None: for ever.
             awake: whether to spin, if that is allowed at all.
 
@@ -109,7 +109,7 @@ class MessageQueue:
         return Message(kind, tuple(numbers), tuple(seconds), sent)
 
     def waiting(self) -> bool:
-        """Whether there is a message that was not taken."""
+        """Whether a message is waiting."""
         if not self.arrived.acquire(False):
             return False
         self.arrived.release()
@@ -126,15 +126,15 @@ class MessageQueue:
 
 
 class ProcessChannel:
-    """For two processes of one machine whose models are on the CPU.
+    """A channel between two processes of one machine with models on the CPU.
 
     Args:
-        longest: tokens of a prompt at most.
-        depth: tokens of a draft at most.
+        longest: most tokens of a prompt.
+        depth: most tokens of a draft.
         width: of the target's states.
         rows: width of the draft's distributions; 0 when none are handed over.
         dtype: of the target's states.
-        spins: as in `MessageQueue`; not where both sides share a core.
+        spins: as in `MessageQueue`; false if both sides share a core.
     """
 
     def __init__(
@@ -161,10 +161,10 @@ class ProcessChannel:
         return self._prompt[:n].clone()
 
     def put_prefilled(self) -> None:
-        """Notes that the prompt is prefilled; there is nothing to note where nothing is queued."""
+        """Does nothing: no work is queued, so the prompt is prefilled."""
 
     def wait_prefilled(self) -> None:
-        """Waits for that."""
+        """Does nothing."""
 
     def put_states(self, states: torch.Tensor) -> None:
         """Hands exit states [n, d] to the draft's side."""
@@ -203,10 +203,10 @@ class ProcessChannel:
 
 
 class ThreadChannel:
-    """For two threads of one process.
+    """A channel between two threads of one process.
 
-    On CUDA each works on a stream of its own: what is handed over comes with an event that the other stream waits for,
-    and no thread waits for a device.
+    On CUDA each works on its own stream: tensors come with an event that the other stream waits for, and no thread
+    waits for a device.
 
     Args:
         device: the draft model's.
@@ -236,12 +236,12 @@ class ThreadChannel:
         return _taken(self._prompt, self.device, self._copying)
 
     def put_prefilled(self) -> None:
-        """Notes that the prompt is prefilled once what is queued by now is done."""
+        """Records that the prompt is prefilled once the work queued by now is done."""
         cuda = self.device.type == "cuda"
         self._prefilled = torch.cuda.current_stream(self.device).record_event() if cuda else None
 
     def wait_prefilled(self) -> None:
-        """Lets the target's stream wait for that, or the target's side where that has none."""
+        """Makes the target's stream wait for the prefill, or its thread if it has none."""
         device = self._prompt[0].device
         if self._prefilled is None:
             return
@@ -300,7 +300,7 @@ def _taken(
     """The tensor, usable on the current stream.
 
     Args:
-        marked: as `_marked` gives it.
+        marked: from `_marked`.
         device: where it is wanted; None: where it is.
         copying: a stream for each device that is copied from. The device's own stream would copy too late: after all
             that is queued there, such as the rest of the target's pass.

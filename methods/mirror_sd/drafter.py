@@ -40,12 +40,12 @@ if TYPE_CHECKING:
 
 
 class BranchingDrafter(Drafter):
-    """Base of the drafters that draft with a `Brancher`, wherever that works: the draft model and the brancher's parts.
+    """Base of the drafters that use a `Brancher`, wherever it runs: the draft model and the brancher's parts.
 
     Args:
         pair: with a draft model.
         max_draft_tokens: gamma.
-        acceptance: as in `MirrorSD`, and so are the others.
+        acceptance: as in `MirrorSD`.
         weights: likewise.
         draft_device: likewise.
     """
@@ -74,7 +74,7 @@ class BranchingDrafter(Drafter):
 
     @staticmethod
     def draws(settings: Mapping[str, Any]) -> bool:
-        """Whether drafts are drawn, as `acceptance` tells."""
+        """Whether drafts are drawn, by `acceptance`."""
         return settings.get("acceptance") == "ratio"
 
     def open(self, slots: Slots, target: StagedModel) -> None:
@@ -82,9 +82,9 @@ class BranchingDrafter(Drafter):
         self._capacity = slots.capacity
 
     def _draws_of(self, sequence: SequenceState) -> tuple[float, int]:
-        """Temperature and seed of the draws for a draft; temperature 0 where it takes the likeliest tokens.
+        """Temperature and seed of the draws for a draft; temperature 0 if it takes the likeliest tokens.
 
-        Numbers of its own: drawn from the very ones that acceptance uses, drafts would not be independent of it.
+        The seed is not that of acceptance: with the same numbers, drafts would not be independent of it.
         """
         decoding = sequence.request.decoding
         self._draws = self.ratio and not decoding.greedy
@@ -93,7 +93,7 @@ class BranchingDrafter(Drafter):
         return decoding.temperature, answer_seed(sequence.request.seed, 1)
 
     def _widened(self, probs: torch.Tensor | None) -> torch.Tensor | None:
-        """The distributions [n, rows] that a draft was drawn from -> [1, n, vocab]; None where none was drawn."""
+        """The distributions [n, rows] that a draft was drawn from -> [1, n, vocab]; None if none was drawn."""
         return self.head.widen(probs.unsqueeze(0)) if self._draws else None  # type: ignore[union-attr] # drawn
 
 
@@ -115,8 +115,8 @@ class MirrorSD(BranchingDrafter):
         acceptance: when sampling, "exact" accepts a draft token if the target draws that very token, so drafts take
             the likeliest tokens; "ratio" draws drafts and accepts them with probability min(1, p/q). Both are exact;
             greedy decoding has no choice.
-        placement: where the draft model works: in a "process" on cores of its own (models on the CPU), a "thread" with
-            a stream of its own (CUDA), "inline" (without overlap, for comparison); "auto": process on a CPU, thread on
+        placement: where the draft model works: in a "process" on its own cores (models on the CPU), a "thread" with
+            its own stream (CUDA), "inline" (without overlap, for comparison); "auto": process on a CPU, thread on
             CUDA.
         draft_device: device of the draft model; None: the target's.
         draft_cores: cores of a process.
@@ -328,8 +328,8 @@ def make_brancher(
         token_ids: ids of a trimmed head; None for a whole one.
         streams: [s, d] embeddings of stream states; None for none.
         plan: what is drafted ahead of the target's decision.
-        exit_parts: as `_exit_parts` gives them; None when nothing is guessed from an exit.
-        exit_config: of the target, which says how its logits are scaled; needed with `exit_parts`.
+        exit_parts: from `_exit_parts`; None when nothing is guessed from an exit.
+        exit_config: the target's, for the scaling of its logits; needed with `exit_parts`.
     """
     model = StagedModel(draft, vocab_size, target_vocab)
     exit_head = None
@@ -342,7 +342,7 @@ def make_brancher(
         def exit_head(states: torch.Tensor) -> torch.Tensor:
             return finished(head(norm(states)), steps)
 
-    with torch.inference_mode():  # what the first pass lays out and compiles is no part of an answer
+    with torch.inference_mode():  # no answer should include the packing and compiling of a first pass
         first = torch.zeros(1, 1, dtype=torch.long, device=model.device)
         model.prefill(first, model.new_cache(1 + model.padding))
         if exit_head is not None:

@@ -15,7 +15,7 @@ class Written:
         tokens: [m, v] what follows each token that was fed, as ids.
         rows: [m, v] the same as rows of the head.
         logits: [m, v, head rows] that they were chosen from.
-        taken: [m] how many of the v are kept; None without streams, where each takes the one.
+        taken: [m] how many of the v are kept; None without streams: all of them.
     """
 
     tokens: torch.Tensor
@@ -37,7 +37,7 @@ class Growth:
 
     Attributes:
         base: positions before them.
-        last_tokens: [m] the token of each that no pass has processed.
+        last_tokens: [m] the token of each that was not fed yet.
         offsets: [m] its position after base.
         guesses: [m, w] what may follow it.
         seen: [m, c] which of the columns from base on each attends to.
@@ -60,7 +60,7 @@ class Growth:
     passes: int = 0
 
     def of(self, branch: int) -> list[Written]:
-        """What was written after one of them."""
+        """What was written after one continuation."""
         one = slice(branch, branch + 1)
         return [w.of(one) for w in self.written]
 

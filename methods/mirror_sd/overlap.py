@@ -23,9 +23,8 @@ def overlap(rounds: pd.DataFrame) -> dict | None:
 
     - miss_rate: of the decisions that were looked up, the share without a prepared branch; by_accepted: the same
       by how many draft tokens had been accepted.
-    - hidden_share: 1 - what the target waited for a draft / what a draft takes that is begun after the decision (after
-      a miss), as a serial method begins all of them; work on branches that were not used does not count. None without
-      a miss.
+    - hidden_share: 1 - time that the target waited for a draft / time of a draft that begins after the decision (after
+      a miss), as all of a serial method's do; unused branches do not count. None without a miss.
     - model_seconds: the latency model of Mirror-SD (Bhendawade et al. 2025, eq. 10) with the terms that it lacks,
       max(exit, draft before it) + max(rest of the pass, draft during it) + messages + draft after the decision (the
       whole of it after a miss, the rest of it after a hit) + the rest of the round; round_seconds: as measured.
@@ -69,7 +68,7 @@ def overlap(rounds: pd.DataFrame) -> dict | None:
 
 
 def overlap_line(overlap: dict) -> str:
-    """How much of the drafting was hidden beside the target, and where the time of a round went."""
+    """How much of the drafting was hidden, and where the time of a round went."""
 
     def ms(name: str) -> str:
         return UNKNOWN if overlap[name] is None else f"{1e3 * overlap[name]:.1f}"

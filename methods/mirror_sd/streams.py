@@ -42,7 +42,7 @@ def load_streams(
         [s, d] in the draft model's dtype, on its device.
 
     Raises:
-        UserError: they are not there, or another model's.
+        UserError: they are missing, or another model's.
     """
     path = fetched(packaged(folder), [FILE]) / FILE
     if not path.is_file():

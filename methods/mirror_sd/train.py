@@ -73,7 +73,7 @@ class Streaming(torch.nn.Module):
         return self.loss(batch, goals, [next_token], truth) + self.loss(batch, goals, others, text_of(batch))
 
     def choices(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """First choices [n] of the main stream and of the target before each token that the assistant says."""
+        """First choices [n] of the main stream and of the target before each assistant token."""
         student, teacher = self.states(batch["input_ids"])[:, :, 0], finals_of(self.target, batch)
         return (
             first_choices(self._head, predicting(student, batch, 1.0)),
@@ -104,7 +104,7 @@ class Streaming(torch.nn.Module):
 
     @torch.no_grad()
     def right(self, batch: Batch) -> torch.Tensor:
-        """How often the first choice was right, of what the assistant says.
+        """How often the first choice was right among the assistant's tokens.
 
         Returns:
             [1 + s, 2]: for the next token and each stream, how many tokens of the text were its first choice, and of

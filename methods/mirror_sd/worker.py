@@ -1,8 +1,8 @@
 """How the target's side reaches the draft's: in the same thread, in a thread or in a process of its own.
 
-A thread serves CUDA, where it queues work on a stream or a device of its own; a process serves a CPU, on cores of its
-own. Within an answer both sides of a process spin; between answers the draft's side sleeps, so that it takes nothing
-from what else is measured.
+A thread is for CUDA, where it queues work on its own stream or device; a process is for a CPU, on its own cores.
+During an answer both sides of a process spin; between answers the draft's side sleeps, so that it does not disturb
+other measurements.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ def overlap_of(
     Times of drafting are those of the draft model's device, the two others those of the host.
 
     Args:
-        hit: whether the target's decision was among the branches drafted meanwhile; None where none was launched.
+        hit: whether the target's decision was among the branches drafted meanwhile; None if none was launched.
         before_exit: seconds of drafting before the target had reached its exit.
         behind_exit: of drafting from there until its decision was known, on all branches.
         exposed: of drafting once its decision was known: the whole draft after a miss, the rest of it after a hit.
-        idle: the drafter waited for the target.
+        idle: in which the drafter waited for the target.
         ipc: from sending to receiving, of every message in between.
     """
     return {
@@ -98,7 +98,7 @@ class Inline:
         self._decision = accepted, following, limit
 
     def collect(self) -> tuple[SettledDraft, dict[str, Any]]:
-        """The draft after the last decision, and how it came to be, see `overlap_of`."""
+        """The draft after the last decision, and its statistics, see `overlap_of`."""
         start = self.clock.mark()
         settled = self.brancher.settle(*self._decision)
         exposed = elapsed(start, self.clock.mark())
@@ -107,7 +107,7 @@ class Inline:
         return settled, overlap
 
     def end(self) -> int:
-        """Ends the sequence: what still goes on for it is given up. Returns what `Brancher.end` does."""
+        """Ends the sequence and abandons its work. Returns what `Brancher.end` does."""
         return self.brancher.end()
 
     def close(self) -> None:
@@ -131,7 +131,7 @@ class Remote:
         self._answer(Response.READY, max(timeout, STARTING))
 
     def begin(self, prompt: torch.Tensor, room: int, temperature: float, seed: int) -> None:
-        """Starts a sequence, and waits until its prompt is prefilled; on CUDA the target's stream does."""
+        """Starts a sequence, and waits until its prompt is prefilled; on CUDA the target's stream waits."""
         self._active = True
         self.channel.put_prompt(prompt)
         self.channel.requests.put(Command.BEGIN, prompt.shape[0], room, seed, seconds=(temperature,))
@@ -175,7 +175,7 @@ class Remote:
         self._kill()
 
     def _answer(self, kind: Response, timeout: float) -> Message:
-        """The next reply of type `kind`; earlier ones of another are discarded.
+        """Returns the next reply of type `kind`; discards earlier ones of others.
 
         Raises:
             JobError: the draft's side failed, is gone, or has not answered for `timeout` seconds in which it captured
@@ -186,7 +186,7 @@ class Remote:
                 if message.kind == Response.FAILED:
                     raise JobError(f"the draft worker failed: {self.channel.reason()}")
             return message
-        except BaseException as error:  # whatever it was, nothing may be asked of it again
+        except BaseException as error:  # the worker must not be used again
             self._active = False
             self._kill()
             if isinstance(error, EOFError):
@@ -200,7 +200,7 @@ class Remote:
     def _reply(self, timeout: float) -> Message:
         """The next reply; raises EOFError or TimeoutError.
 
-        A thread may take as long as it needs to capture passes: compiled first, each shape takes minutes.
+        A thread may take as long as it needs to capture passes: compilation takes minutes per shape.
         """
         while True:
             before = GraphRunner.captures_of_all
@@ -225,10 +225,10 @@ class Remote:
 
 
 class Thread(Remote):
-    """The draft's side in a thread; on CUDA with a stream of its own.
+    """The draft's side in a thread; on CUDA with its own stream.
 
-    There it waits for that stream once a round, to tell branches apart; with streams of the draft model's own once a
-    pass. The target's side never waits for it but where it needs the draft.
+    There it waits for that stream once a round, to read the likely decisions; with speculative streaming once a pass.
+    The target's side waits for it only when it needs the draft.
     """
 
     def __init__(self, brancher: Brancher, timeout: float):
@@ -236,7 +236,7 @@ class Thread(Remote):
         on_cuda = brancher.device.type == "cuda"
 
         def work() -> None:
-            # Of high priority: a pass of the target fills the GPU, and a draft after it would hide nothing.
+            # High priority: a pass of the target fills the GPU, and a draft after it would hide nothing.
             stream = torch.cuda.Stream(brancher.device, priority=-1) if on_cuda else None
             with nullcontext() if stream is None else torch.cuda.stream(stream):
                 serve(channel, brancher, threading.main_thread().is_alive)
@@ -247,14 +247,13 @@ class Thread(Remote):
 
 
 class Process(Remote):
-    """The draft's side in a process; while an answer is decoded each side has its cores to itself.
+    """The draft's side in a process; while an answer is decoded, each side has its own cores.
 
     Args:
         shape: arguments of `ProcessChannel`.
         make: called there with `arguments`, returns the `Brancher`.
         arguments: of `make`.
-        cores: how many the draft's side gets of those that this process may use; where that leaves none, both share
-            all.
+        cores: number of this process's cores that the draft's side gets; if that leaves none, both sides share all.
         timeout: seconds to wait for an answer.
     """
 
@@ -314,7 +313,7 @@ def _work(
     torch.set_num_threads(threads)
     try:
         brancher = make(*arguments)
-    except Exception as error:  # noqa: BLE001 - told to the other side, which ends the run
+    except Exception as error:  # noqa: BLE001 - sent to the other side, which ends the run
         _give_up(channel, error)
         return
     serve(channel, brancher, lambda: os.getppid() == parent)
@@ -349,7 +348,7 @@ def serve(channel: ThreadChannel | ProcessChannel, brancher: Brancher, alive: Ca
                     channel.replies.put(Response.READY)
                 case Command.LAUNCH:
                     k, depth, *_ = message.numbers
-                    states = channel.states(k + 1)  # for which a GPU waits here: it is no time of the draft
+                    states = channel.states(k + 1)  # a GPU waits here: this is no drafting time
                     begun = clock.mark()
                     brancher.expand(k, depth, states, requests.waiting)
                     behind_exit = elapsed(begun, clock.mark())
@@ -375,7 +374,7 @@ def serve(channel: ThreadChannel | ProcessChannel, brancher: Brancher, alive: Ca
                     channel.replies.put(Response.ENDED, brancher.end())
                 case _:
                     return
-        except Exception as error:  # noqa: BLE001 - told to the other side, which ends the run
+        except Exception as error:  # noqa: BLE001 - sent to the other side, which ends the run
             _give_up(channel, error)
             return
 

@@ -1,6 +1,6 @@
 """Checkpoints of MTP heads: speculators', and those that Qwen's models hold; ours are written as speculators' are.
 
-Whatever a config.json turns on is done here, too, or the checkpoint is refused by that name.
+Settings of a config.json that are not supported here are refused by name.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ QWEN_NAMES = {
     "norm": "final_layernorm",
 }
 PARTS = (*QWEN_NAMES.values(),)
-# What must have this value, if it is there.
+# Settings that must have this value if present.
 FIXED = {
     "model_type": TYPE,
     "hidden_act": "silu",
@@ -57,7 +57,7 @@ FIXED = {
     "speculators_model_type": KIND,
     "use_sliding_window": False,
 }
-# What changes nothing in how the head drafts.
+# Settings that do not affect drafting.
 HARMLESS = {
     *("architectures", "auto_map", "torch_dtype", "dtype", "transformers_version", "max_window_layers"),
     *(
@@ -79,12 +79,12 @@ def load_mtp(folder: str | Path, target: StagedModel, expansion: Expansion | Non
 
     Args:
         folder: where the files are.
-        target: that is drafted for; its device and dtype are the head's.
+        target: model to draft for; its device and dtype are the head's.
         expansion: how the target was expanded; the head is, too.
 
     Raises:
-        UserError: a file cannot be read; a key or a shape is missing, unknown or wrong; config.json turns on what is
-            not known here; the head was made for another target.
+        UserError: a file cannot be read; a key or a shape is missing, unknown or wrong; config.json sets what is not
+            supported here; the head was made for another target.
     """
     settings, state = read_checkpoint(folder, WHAT, FILES)
     flat = {**settings, **(settings.get(LAYER) or {})}
@@ -119,7 +119,7 @@ def save_mtp(model: MtpModel, folder: str | Path, dtype: torch.dtype, **figures:
 
 
 def _problems(flat: dict[str, Any]) -> Iterator[str]:
-    """What a config.json says that is not known here, or does not say."""
+    """Yields what a config.json lacks, or sets that is not supported."""
     needed = ("hidden_size", "num_attention_heads", "vocab_size", "intermediate_size")
     yield from (f"lacks {name}" for name in needed if not flat.get(name))
     yield from unknown_settings(flat, HARMLESS, FIXED)
@@ -161,7 +161,7 @@ def _expanded(model: MtpModel, target: StagedModel) -> MtpModel:
 
     expanded = expander.build(make, model, target.device, target.dtype)
     if expander.new.vocab > expander.old.vocab:
-        # What the head's rows of added tokens read, as the target has it; see `Expansion`.
+        # Read by the head's rows of added tokens, as in the target; see `Expansion`.
         old, new = expander.old.hidden, expander.new.hidden
         bias = torch.zeros(new, device=target.device, dtype=target.dtype)
         bias[old] = CONSTANT

@@ -1,7 +1,7 @@
 """An MTP head: a decoder layer on the target's normed state and the next token's embedding, used again and again.
 
 x = input_proj([token_layernorm(embedding); hidden_layernorm(state)]); out = final_layernorm(Layer(x)). The target's own
-head makes tokens of it, and it is the state of the next pair of a draft (DeepSeek-V3, arXiv 2412.19437, section 2.2;
+head makes tokens of out, and out is the state of a draft's next pair (DeepSeek-V3, arXiv 2412.19437, section 2.2;
 one layer used for every token ahead: FastMTP, arXiv 2509.18362). The target's state is that after its final norm, or
 the one in front of it, on which speculators trains. The layer is Qwen3's; the parts have the names of speculators'
 files.

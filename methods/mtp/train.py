@@ -50,7 +50,7 @@ def fresh_model(target: StagedModel) -> MtpModel:
 
 @torch.no_grad()
 def fit(model: MtpModel, target: StagedModel, text: Iterable[Batch]) -> None:
-    """Lets a fresh head estimate the target's next state, after its norm, as well as its projection can."""
+    """Fits a fresh head's projection to the target's next state after its norm."""
     sizes: list[torch.Tensor] = []
 
     def joined(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,8 +1,8 @@
 """PARD's drafter: a draft model that was fine-tuned to fill several mask tokens in one pass (An et al. 2025).
 
 The pass reads the tokens that are new to the draft model, then copies of one mask token, with plain causal attention.
-The state of the last new token gives the first draft token, and that of each mask gives another. Keys and values of
-masks lie past the sequence's end, where the next pass overwrites them.
+The state of the last new token predicts the first draft token, and each mask's state another. Keys and values of masks
+are past the sequence's end, where the next pass overwrites them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ParallelDraft(SpeculativeSampling):
         self.mask = mask_token(self.model.config)
 
     def commit(self, batch: Batch, verified: Verified) -> None:
-        """Notes that the draft model has seen what was known when it drafted: of the draft it saw masks alone."""
+        """Notes that the draft model has seen the tokens known when it drafted, but only masks of the draft."""
         self._drafted = min(self._drafted, 1)
         super().commit(batch, verified)
 
@@ -69,7 +69,7 @@ class ParallelDraft(SpeculativeSampling):
 
 
 def mask_token(config: PretrainedConfig) -> int:
-    """The id of the mask token that a draft model was tuned with. Raises UserError where it names none."""
+    """The id of the mask token that a draft model was tuned with. Raises UserError if it names none."""
     mask = getattr(config, MASK, None)
     if mask is None:
         raise UserError(

@@ -40,14 +40,14 @@ if TYPE_CHECKING:
 
 
 class ParallelDistillation(torch.nn.Module):
-    """batch -> cross-entropy of guesses up to `ahead` tokens on against the target, which stays as it is.
+    """batch -> cross-entropy of guesses up to `ahead` tokens ahead against the frozen target.
 
     Args:
         draft: is tuned.
-        target: stays as it is.
+        target: frozen.
         mask: id of the mask token.
-        ahead: K, tokens that a pass gives.
-        retention: share of the places that keep one mask more.
+        ahead: K, tokens that a pass guesses.
+        retention: share of the places that keep one more mask.
         least: share of the places that keep any mask, at least.
         loss: what of a batch is judged.
     """
@@ -69,7 +69,7 @@ class ParallelDistillation(torch.nn.Module):
         self.heads = (Head.of(draft), Head.of(target.model))
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """The weighted mean [] of the cross-entropies of all guesses: the size of a loss of one token ahead."""
+        """The weighted mean [] of the cross-entropies of all guesses, scaled as that of one token ahead."""
         length = batch["input_ids"].shape[1]
         by_masks = places_by_masks(length, self.shares, batch["input_ids"].device)
         draft_head, target_head = self.heads
@@ -108,7 +108,7 @@ class ParallelDistillation(torch.nn.Module):
         return [room.index_copy(1, some, states) for some, states in zip(by_masks, parts)]
 
     def choices(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """First choices [K, n] of draft model and target, at some places that K more tokens of the assistant follow."""
+        """First choices [K, n] of draft model and target, at some places that K assistant tokens follow."""
         length, k = batch["input_ids"].shape[1], self.ahead
         every = torch.arange(length, device=batch["input_ids"].device)
         places = every[: length - k : JUDGED]

@@ -88,6 +88,6 @@ class ParallelEagle(EagleDrafter):
 
 
 def _replaced(pairs: torch.Tensor, mask: torch.Tensor, masked: torch.Tensor) -> torch.Tensor:
-    """A part of pairs [b, n, h], continued to [b, n + m, h], with that of a mask [1, 1, h] wherever `masked` says."""
+    """Extends a part of pairs [b, n, h] to [b, n + m, h], with a mask's [1, 1, h] wherever `masked` is true."""
     room = torch.nn.functional.pad(pairs, (0, 0, 0, masked.shape[1] - pairs.shape[1]))
     return torch.where(masked, mask, room)

@@ -39,13 +39,13 @@ if TYPE_CHECKING:
 
 
 class MaskDistillation(TrainingTimeTest):
-    """batch -> cross-entropy of guesses up to `ahead` tokens on against the target, which stays as it is.
+    """batch -> cross-entropy of guesses up to `ahead` tokens ahead against the frozen target.
 
     Args:
         model: is trained.
-        target: stays as it is.
-        ahead: K, tokens that a pass gives.
-        retention: share of the pairs that keep one mask more.
+        target: frozen.
+        ahead: K, tokens that a pass guesses.
+        retention: share of the pairs that keep one more mask.
         least: share of the pairs that keep any mask, at least.
         loss: what of a batch is judged, for each number of masks.
     """
@@ -63,7 +63,7 @@ class MaskDistillation(TrainingTimeTest):
         self.shares = shares_of(ahead, retention, least)
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """The mean [] over all numbers of masks: the size of a loss of one token ahead."""
+        """The mean [] over all numbers of masks, scaled as a loss of one token ahead."""
         weight = batch["loss_weight"]
         by_masks = places_by_masks(weight.shape[1] - 1, self.shares, weight.device)
         outputs, finals = self.filled(batch, by_masks)
@@ -103,7 +103,7 @@ class MaskDistillation(TrainingTimeTest):
         return list(out.split([len(some) for some in by_masks], dim=1)), finals
 
     def agreed(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """First choices [K, n] of draft and target, at some pairs that K more tokens of the assistant follow."""
+        """First choices [K, n] of draft and target, at some pairs that K more assistant tokens follow."""
         length, k = batch["input_ids"].shape[1], self.steps
         places = torch.arange(length - 1, device=batch["input_ids"].device)
         some = places[: length - 1 - k : JUDGED]
@@ -118,7 +118,7 @@ class MaskDistillation(TrainingTimeTest):
 
 @torch.no_grad()
 def fresh_masks(model: Eagle3Model) -> None:
-    """Lets what a mask has in place of a state begin at random, of the size of normed states."""
+    """Makes the masks' learnt state begin at random, with the size of normed states."""
     assert model.mask_hidden is not None
     model.mask_hidden.normal_()
 

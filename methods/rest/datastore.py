@@ -1,7 +1,7 @@
 """A datastore: a text as token ids, its suffix array, and a record of where it comes from; a folder of three files.
 
-A token takes two bytes where the vocabulary allows it, else four; a place takes four. Files are mapped into memory, so
-that only what is looked at is read.
+A token takes two bytes if the vocabulary allows it, else four; a place takes four. Files are memory-mapped, so that a
+look-up reads only what it needs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 RECORD, TOKENS, PLACES = DATASTORE, "tokens.bin", "places.bin"
 FOLLOWERS = 8  # children of a node at most
-FEW = 4  # places whose tree is built as fast node by node as at once
+FEW = 4  # up to this many places, node by node is as fast as at once
 
 
 def tree_after(index: Index, interval: Interval, nodes: int, depth: int) -> Counted:
@@ -70,7 +70,7 @@ def save_datastore(folder: str | Path, rows: Iterable[Sequence[int]], pair: Pair
     with file_errors(writing=folder):
         (folder / RECORD).unlink(
             missing_ok=True
-        )  # of another datastore: what is cut short must not look like it
+        )  # of another datastore: an unfinished one must not look like it
         tokens.tofile(folder / TOKENS)
         positions.tofile(folder / PLACES)
         record = {

@@ -49,7 +49,7 @@ class REST(Drafter):
         self.datastore = load_datastore(weights, pair)
 
     def draft(self, batch: Batch) -> Draft:
-        """The tree after the longest match; none where there is none."""
+        """The tree after the longest match; none without a match."""
         trees = [
             self._tree(sequence.tokens, min(self.max_nodes, batch.max_nodes), limit)
             for sequence, limit in zip(batch.sequences, batch.limits)

@@ -80,7 +80,7 @@ class SortedDraft(SpeculativeSampling):
             self._exit_bytes[end], start = read, end
 
     def open(self, slots: Slots, target: StagedModel) -> None:
-        """Allocates the draft model's cache, and room for the states that tokens left the exits with."""
+        """Allocates the draft model's cache, and room for the states of tokens at the exits."""
         super().open(slots, target)
         inner, width = self.exits[:-1], self.model.hidden_size
         self._exit_buffers = [slots.tensor(width, dtype=self.model.dtype, by_token=True) for _ in inner]
@@ -107,11 +107,11 @@ class SortedDraft(SpeculativeSampling):
 
     @property
     def looks(self) -> bool:
-        """At each exit but the last it looks whether a token goes deeper."""
+        """Whether the host checks a draft, as at each exit but the last."""
         return len(self.exits) > 1 or self.confidence_threshold > 0
 
     def draft(self, batch: Batch) -> Draft:
-        """As of a draft model without exits; the stats tell the exits."""
+        """As without exits; the stats hold the exit of each token."""
         draft = super().draft(batch)
         if not self.looks:
             draft.stats = {"exits": [[self.layers] * draft.tokens.shape[1]] * batch.size}
@@ -122,7 +122,7 @@ class SortedDraft(SpeculativeSampling):
         return k * self._exit_bytes[self.layers]
 
     def _next(self, batch: Batch, ids: torch.Tensor, offset: int) -> tuple[torch.Tensor, Any, float]:
-        """One pass; each sequence takes its first exit that is sure enough, and the batch goes to the deepest one."""
+        """One pass; each sequence takes its first exit that is sure enough, and the batch runs to the deepest one."""
         model, cache, (b, n) = self.model, self._layout.cache, ids.shape
         # Tokens given to the model, these included.
         fed = [length - 1 + offset + n for length in batch.lengths]
@@ -158,7 +158,7 @@ class SortedDraft(SpeculativeSampling):
 
     @staticmethod
     def summarise(rounds: pd.DataFrame) -> dict[str, Any]:
-        """`exit_shares`: share of the draft tokens that left the draft model after so many layers."""
+        """`exit_shares`: share of the draft tokens by the layers after which they left the draft model."""
         from specbench.measure.metrics.dataframes import stat  # late: pandas takes a second to import
 
         drafted = [
@@ -171,7 +171,7 @@ class SortedDraft(SpeculativeSampling):
 
     @staticmethod
     def describe(stats: dict[str, Any]) -> list[str]:
-        """The exit shares, where there is more than one exit."""
+        """The exit shares, if there is more than one exit."""
         shares = stats.get("exit_shares") or {}
         exits = ", ".join(f"{layers} layers {share:.0%}" for layers, share in shares.items())
         return [f"draft tokens left the draft model after: {exits}"] if len(shares) > 1 else []
@@ -184,14 +184,14 @@ class SortedDraft(SpeculativeSampling):
         return self._layout.place_at(on_device(starts, self.model.device), width, max(starts) + width)
 
     def _keep(self, i: int, ctx: ForwardContext, hidden: torch.Tensor) -> None:
-        """Keeps the states [b, n, d] that the tokens of a pass leave exit i with."""
+        """Keeps the states [b, n, d] of the tokens of a pass at exit i."""
         if ctx.start is not None:
             self._exit_buffers[i][: hidden.shape[0], ctx.start : ctx.kv_len] = hidden
         else:
             self._exit_buffers[i].flatten(0, 1).index_copy_(0, ctx.write_index, hidden.flatten(0, 1))  # type: ignore[arg-type] # no start, so a tensor
 
     def _exit_states(self, i: int, ctx: ForwardContext, b: int) -> torch.Tensor:
-        """The states [b, n, d] that the tokens of a pass left exit i with."""
+        """The states [b, n, d] of the tokens of a pass at exit i."""
         if ctx.start is not None:
             return self._exit_buffers[i][:b, ctx.start : ctx.kv_len]
         states = self._exit_buffers[i].flatten(0, 1).index_select(0, ctx.write_index)  # type: ignore[arg-type] # as in `_keep`
@@ -201,7 +201,7 @@ class SortedDraft(SpeculativeSampling):
 def last_tokens(hidden: torch.Tensor, fed: list[int]) -> torch.Tensor:
     """The state [b, d] of the last token of each sequence that was fed `fed` tokens, of which hidden [b, n, d] has n.
 
-    A sequence of fewer tokens begins with its first one; what follows its end is of no use.
+    A sequence of fewer tokens begins with its first one; states after its end are not used.
     """
     n = hidden.shape[1]
     if min(fed) >= n:

@@ -63,7 +63,7 @@ class Sorted(torch.nn.Module):
         return [*(norm(hidden[exit]) for exit in self.exits[:-1]), outputs.last_hidden_state]
 
     def choices(self, batch: Batch, target: StagedModel) -> tuple[torch.Tensor, torch.Tensor]:
-        """First choices [exits, n] and [n] of the exits and of a target before each token that the assistant says."""
+        """First choices [exits, n] and [n] of the exits and of a target before each assistant token."""
         final = finals_of(target, batch)
         exits = [first_choices(self._head, predicting(s, batch, 1.0)) for s in self.states(batch)]
         return torch.stack(exits), first_choices(Head.of(target.model), predicting(final, batch, 1.0))

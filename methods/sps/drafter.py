@@ -25,7 +25,7 @@ class SpeculativeSampling(Drafter):
         pair: with a draft model.
         max_draft_tokens: draft length.
         confidence_threshold: drafting stops after a token whose probability under the draft model (top-1, temperature
-            1) lies below it; 0 keeps the length constant and never waits for the device.
+            1) is below it; 0 keeps the length constant and never waits for the device.
     """
 
     needs = Needs(draft_model=True, trims=True)
@@ -61,7 +61,7 @@ class SpeculativeSampling(Drafter):
         n, k = self._lacking(batch), batch.max_draft
         caught_up = 0.0
         if n > 1 + self.max_draft_tokens and self.model.fixed_shapes:
-            # Another drafter stood in for several rounds: each such number would be a graph of its own.
+            # Another drafter replaced it for several rounds: each such number would need its own graph.
             caught_up, n = self._catch_up(batch, n - 1), 1
         if self.looks:
             draft = self._steps(batch, n, k)
@@ -85,7 +85,7 @@ class SpeculativeSampling(Drafter):
         return self.model.pass_bytes(0, self.layers, head=False, tokens=ids.numel())
 
     def commit(self, batch: Batch, verified: Verified) -> None:
-        """Notes how many of the known tokens the draft model has seen: no more than before where it did not draft."""
+        """Notes how many of the known tokens the draft model has seen: as before if it did not draft."""
         if not self._drafted:
             return
         for slot, (length, count) in enumerate(zip(batch.lengths, verified.own_counts)):
@@ -94,13 +94,13 @@ class SpeculativeSampling(Drafter):
 
     @property
     def looks(self) -> bool:
-        """Whether the host has a look at each step of a draft, so that it cannot be captured as a whole."""
+        """Whether the host checks each step of a draft, so that it cannot be captured as a whole."""
         return self.confidence_threshold > 0
 
     def _lacking(self, batch: Batch) -> int:
         """The number of newest tokens that the first draft pass feeds.
 
-        After a full acceptance the last draft token has not been through the draft model either. Where another sequence
+        After a full acceptance the last draft token has not been through the draft model either. If another sequence
         lacks it, the same keys and values are written again.
         """
         return max(length - fed for length, fed in zip(batch.lengths, self._fed))
@@ -128,11 +128,10 @@ class SpeculativeSampling(Drafter):
         )
 
     def _next(self, batch: Batch, ids: torch.Tensor, offset: int) -> tuple[torch.Tensor, Any, float]:
-        """One pass over token ids [b, n], of which the first stands `offset` after the pending token.
+        """One pass over token ids [b, n], the first of them `offset` after the pending token.
 
         Returns:
-            Logits [b, rows] after the last of them, what `_stats` wants to know, and the bytes of weights that were
-            read.
+            Logits [b, rows] after the last of them, the entry for `_stats`, and the bytes of weights that were read.
         """
         ctx = self._layout.place(batch, ids.shape[1], offset)
         hidden = self.model.run_layers(ids, self._layout.cache, ctx)[:, -1]
@@ -143,9 +142,9 @@ class SpeculativeSampling(Drafter):
         return self._pass_bytes(batch.size * n) + (k - 1) * self._pass_bytes(batch.size)
 
     def _pass_bytes(self, tokens: int) -> float:
-        """Bytes of weights that a pass over so many tokens reads."""
+        """Bytes of weights that a pass over `tokens` tokens reads."""
         return self.model.pass_bytes(head=False, tokens=tokens) + self.head.bytes
 
     def _stats(self, passes: list[Any]) -> dict[str, Any]:
-        """The statistics of a draft, from what `_next` gave for each token."""
+        """The statistics of a draft, from the entries of `_next`."""
         return {}

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class Distillation(torch.nn.Module):
-    """batch -> cross-entropy of a draft model against the target, which stays as it is."""
+    """batch -> cross-entropy of a draft model against the frozen target."""
 
     def __init__(self, draft: PreTrainedModel, target: StagedModel, loss: Loss = ALL):
         super().__init__()
@@ -59,7 +59,7 @@ class Distillation(torch.nn.Module):
         return student, finals_of(self.target, batch)
 
     def choices(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """First choices [n] of draft and target before each token that the assistant says."""
+        """First choices [n] of draft and target before each assistant token."""
         both = zip(self._heads, self.states(batch))
         student, teacher = (first_choices(head, predicting(states, batch, 1.0)) for head, states in both)
         return student, teacher

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from specbench.decoding.tree import Tree
 
 FILE = "tree.json"
-SHAPE = (1, 1, 3, 1, 1, 1, 1, 1)  # SpecInfer's, where neither a shape nor a counted tree is given
+SHAPE = (1, 1, 3, 1, 1, 1, 1, 1)  # SpecInfer's, if neither a shape nor a counted tree is given
 
 
 class DraftModelTree(SpeculativeSampling):
@@ -107,10 +107,10 @@ class DraftModelTree(SpeculativeSampling):
         return tokens, None if probs is None else self.head.widen(probs)
 
     def commit(self, batch: Batch, verified: Verified) -> None:
-        """Moves what the draft model knows of the accepted path after the known tokens."""
+        """Moves the draft model's entries of the accepted path after the known tokens."""
         self._layout.commit(batch, verified.count, verified.counts, verified.path)
         for slot, (length, count) in enumerate(zip(batch.lengths, verified.counts)):
-            # Whether the path ended with a leaf is known on the device alone: where it may have, it is fed once more.
+            # Only the device knows whether the path ended with a leaf: if it may have, that token is fed again.
             self._fed[slot] = length + count - (count > 0 and self._leaves[count - 1])
 
     def _level(self, batch: Batch, ids: torch.Tensor, offset: int, tree: Tree) -> torch.Tensor:
@@ -149,7 +149,7 @@ def draws_without_replacement(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draws different tokens from each distribution, one after the other.
 
-    Once all of a distribution is drawn, the next token is any other one, each as likely.
+    Once all of a distribution is drawn, the next token is drawn uniformly from the others.
 
     Args:
         probs: [b, m, rows].

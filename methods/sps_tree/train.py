@@ -60,7 +60,7 @@ def ranks_of(draft: StagedModel, prompt: list[int], answer: list[int]) -> torch.
 
 
 def paths_of(ranks: torch.Tensor, depth: int, limit: int) -> Counter[tuple[int, ...]]:
-    """How often each path of ranks came after a pending token of an answer.
+    """Counts the paths of ranks after the pending tokens of an answer.
 
     Args:
         ranks: [n] of its tokens. Every token but the last is pending once; the paths begin after it.
@@ -74,7 +74,7 @@ def paths_of(ranks: torch.Tensor, depth: int, limit: int) -> Counter[tuple[int, 
 def count(
     draft: StagedModel, stream: Iterator[Answered], tokens: int, depth: int, limit: int
 ) -> tuple[Counter[tuple[int, ...]], int, str]:
-    """Paths on answers of `tokens` tokens or a few more, the places that were counted, and the text's checksum."""
+    """Paths on answers of `tokens` tokens or a few more, the number of places, and the text's checksum."""
     path_counts: Counter[tuple[int, ...]] = Counter()
     answered_tokens, positions, digest = 0, 0, hashlib.sha256()
     with tqdm(total=tokens, desc="answers", unit="token") as bar:

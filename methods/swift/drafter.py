@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from specbench.decoding.slots import Slots
     from specbench.decoding.state import Prefill
 
-# How many of the likeliest tokens stand at a depth, by the top-1 probability there: above 0.95, above 0.8 ...
+# Number of likeliest tokens at a depth, by the top-1 probability there: above 0.95, above 0.8 ...
 WIDTHS = ((0.95, 3), (0.8, 5), (0.5, 8))
 WIDEST = 10
 
@@ -40,7 +40,7 @@ class Swift(Drafter):
     Args:
         pair: with the target.
         max_draft_tokens: the longest chain.
-        confidence_threshold: a chain ends with a token whose probability (top-1, temperature 1) lies below this.
+        confidence_threshold: a chain ends with a token whose probability (top-1, temperature 1) is below this.
         skip_ratio: share of the sublayers that is skipped: attention and feed-forward part of each layer except the
             first and the last.
         context_window: tokens on which a set is scored.
@@ -93,17 +93,17 @@ class Swift(Drafter):
         self._take_best()
 
     def begin(self, slot: int, sequence: SequenceState, prefill: Prefill) -> None:
-        """Begins the search anew where it does not go on."""
+        """Restarts the search unless it is shared."""
         if not self.shared:
             self.forget()
 
     def draft(self, batch: Batch) -> Draft:
-        """Scores a set while the search goes on, then drafts with the best one."""
+        """Scores a set while the search lasts, then drafts with the best one."""
         searched = self._score_one(batch)
         b, cache = batch.size, batch.layout.cache
         tokens: list[list[int]] = [[] for _ in range(b)]
         parents: list[list[int]] = [[] for _ in range(b)]
-        ends, going = [-1] * b, [True] * b  # the chain's last node, and whether it goes on
+        ends, going = [-1] * b, [True] * b  # the chain's last node, and whether it grows
         ids, passes = batch.last_tokens(1), 0
         while any(going) and passes < batch.max_draft:
             ctx = batch.layout.place(batch, 1, passes)
@@ -134,9 +134,9 @@ class Swift(Drafter):
 
     @torch.inference_mode()
     def _score_one(self, batch: Batch) -> float:
-        """Scores a set on the first sequence that is long enough, unless the search has ended; bytes read for that."""
+        """Scores a set on the first sequence that is long enough, unless the search has ended; returns bytes read."""
         window = self.context_window
-        # Of the tokens that are scored, and one after them, all must be known, the pending one not among them.
+        # The scored tokens and one after them must be known, and none of them pending.
         long = (i for i, one in enumerate(batch.sequences) if one.emitted > window + 2)
         i = None if self._search.done else next(long, None)
         if i is None:
@@ -166,7 +166,7 @@ class Swift(Drafter):
     # -- state that outlives an answer
 
     def forget(self) -> None:
-        """Begins the search anew."""
+        """Restarts the search."""
         self.restore(self._begin_search(self._layers))
 
     def snapshot(self) -> LayerSearch:
@@ -174,7 +174,7 @@ class Swift(Drafter):
         return copy.deepcopy(self._search)
 
     def restore(self, state: LayerSearch) -> None:
-        """Goes on with a search that was kept."""
+        """Continues a search that was saved."""
         self._search = copy.deepcopy(state)
         if self._sublayers is not None:
             self._take_best()
@@ -192,7 +192,7 @@ class Swift(Drafter):
 
     @staticmethod
     def describe(stats: dict[str, Any]) -> list[str]:
-        """What the search came to."""
+        """The search's result."""
         if stats.get("sets_scored") is None:
             return []
         return [
@@ -213,10 +213,10 @@ def _look(logits: torch.Tensor) -> tuple[torch.Tensor, list[list[float]]]:
 
 
 def replay(batch: Batch, i: int, start: int, n: int) -> tuple[KVCache, ForwardContext]:
-    """The pass that computes known tokens of one sequence again, before a draft is placed; it changes none of them.
+    """Returns the pass that recomputes known tokens of a sequence before a draft is placed, without changing them.
 
-    It writes to the entries after the sequence's end. Its tokens attend to what is before the first of them, and to
-    each other.
+    It writes to the entries after the sequence's end. Its tokens attend to those before the first of them, and to each
+    other.
 
     Args:
         batch: the running sequences.

@@ -1,6 +1,6 @@
 """Which sublayers to leave out, found while decoding: random sets, and now and then one that a model suggests.
 
-A set is scored by how often the target without it says what the target said (`matchness`, paper, section 4.2). All
+A set is scored by how often the target without it predicts the target's tokens (`matchness`, paper, section 4.2). All
 sets leave out the same number of sublayers; the first and the last layer stay whole.
 """
 
@@ -33,15 +33,15 @@ class LayerSearch:
     Attributes:
         layers: of the target.
         ratio: share of the sublayers between the first and the last layer that is left out.
-        bayes_interval: every so many proposals one is suggested by the Gaussian process; None: never.
-        max_steps: proposals at most.
-        patience: proposals in a row at most that were no better than the best.
+        bayes_interval: the Gaussian process suggests every n-th proposal; None: none.
+        max_steps: most proposals.
+        patience: most proposals in a row that were no better than the best.
         enough: score above which the search ends.
         seed: of the proposals.
         best: the best set so far; at first every second layer, as nothing was scored yet.
-        score: of it.
+        score: of the best set.
         steps: proposals that were scored.
-        without_gain: of them those in a row that were no better.
+        without_gain: how many of the last ones were no better.
     """
 
     layers: int
@@ -66,7 +66,7 @@ class LayerSearch:
 
     @property
     def sublayers(self) -> int:
-        """Those that may be left out."""
+        """Number that may be left out."""
         return 2 * (self.layers - 2)
 
     @property
@@ -94,7 +94,7 @@ class LayerSearch:
         return skipped
 
     def tell(self, score: float) -> None:
-        """Takes the score of what was proposed last."""
+        """Records the score of the last proposal."""
         assert self._proposed is not None
         skipped, point = self._proposed
         self._points.append(point)

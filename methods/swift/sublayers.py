@@ -20,23 +20,23 @@ PARTS = ("self_attn", "mlp")  # of a layer, what families call its attention and
 
 
 class _Nothing(torch.nn.Module):
-    """In place of a part of a layer: what it adds to the states is zero."""
+    """Replaces a part of a layer: it adds zero to the states."""
 
     def __init__(self, gives_pair: bool):
         super().__init__()
         self.gives_pair = gives_pair
 
     def forward(self, hidden_states: torch.Tensor, *args: object, **kwargs: object) -> Any:
-        """Zeros like the states; in a pair as attention gives them: with the weights that nobody asks for."""
+        """Zeros like the states; if `gives_pair`, in a pair as attention returns them, without weights."""
         nothing = torch.zeros_like(hidden_states)
         return (nothing, None) if self.gives_pair else nothing
 
 
 class _Unchanged(torch.nn.Module):
-    """In place of a whole layer."""
+    """Replaces a whole layer."""
 
     def forward(self, hidden_states: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-        """The states as they come."""
+        """Returns the states."""
         return hidden_states
 
 
@@ -54,7 +54,7 @@ class Sublayers:
         states = target.embed(torch.zeros(1, 1, dtype=torch.int64, device=target.device))
         # Whether a feed-forward part returns more than states: only a call shows it.
         self._mlp_gives_pair = [isinstance(layer.mlp(states), tuple) for layer in layers]
-        # Of the attention and of the feed-forward part of each layer, routed experts apart.
+        # Bytes of each layer's attention and feed-forward part, without routed experts.
         self._bytes = [
             (weight_bytes(layer.self_attn), weight_bytes(layer.mlp) - experts.bytes)
             for layer, experts in zip(layers, target.experts)

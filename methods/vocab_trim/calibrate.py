@@ -48,7 +48,7 @@ SIZES = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 def answers(cfg: DictConfig, pair: Pair, source: str, held_out: bool = False) -> Iterator[list[int]]:
     """Answers as token ids: those of the conversations, or those of a model of the pair.
 
-    They are endless, but for the answers of conversations where `tokens` is null: these come once.
+    They are endless, except the answers of conversations if `tokens` is null: these come once.
     """
     if source == "raw_text":
         epochs = 1 if cfg.tokens is None else None

@@ -69,8 +69,8 @@ def kept_ids(source: str | Path, pair: Pair, size: int | None) -> list[int]:
     Args:
         source: folder of the map.
         pair: whose tokenizer the map must be made for.
-        size: so many of the map's rows; None for all. A size beyond the map keeps, after its rows, the lowest ids that
-            it does not list, and a warning says so.
+        size: number of the map's rows to keep; None for all. A size beyond the map also keeps the lowest ids that it
+            does not list, with a warning.
 
     Raises:
         UserError: the map is missing or broken, was made for another tokenizer, or its special tokens alone do not fit

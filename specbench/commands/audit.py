@@ -38,7 +38,7 @@ UNLIKELY = 1e-4  # p value of the first tokens of all prompts together
 
 
 def audit(cfg: DictConfig) -> int:
-    """Judges as configured (conf/audit.yaml) and prints what was found; returns 1 where answers are wrong."""
+    """Judges answers as configured (conf/audit.yaml) and prints the findings; returns 1 if any answer is wrong."""
     check_all(cfg, SETTINGS)
     check_sources(cfg)
     named = {"plain": cfg.plain, "plain again": cfg.again, "answers": cfg.answers}
@@ -99,17 +99,17 @@ def audit(cfg: DictConfig) -> int:
 
 
 def are_unlikely(p_values: list[float]) -> bool:
-    """Whether chance explains not all of some tests: by their number (Bonferroni), as one of many is low by chance."""
+    """Whether the lowest p value, Bonferroni-corrected for the number of tests, is below `UNLIKELY`."""
     return any(p * len(p_values) < UNLIKELY for p in p_values)
 
 
 def _is_off(arm: Arm) -> bool:
-    """Whether the referee does not find drawn answers likely."""
+    """Whether the likelihood of drawn answers is off, see `is_off`."""
     return is_off(arm.surprise, arm.rare_p)
 
 
 def _facts_of(arm: Arm, drawn: bool) -> dict[str, Any]:
-    """What was found of an arm, for a program to read."""
+    """Findings about an arm, in machine-readable form."""
     facts: dict[str, Any] = {
         "answers": len(arm.judged),
         "tokens": arm.tokens,
@@ -133,7 +133,7 @@ def _facts_of(arm: Arm, drawn: bool) -> dict[str, Any]:
 
 
 def _greedy_table(arms: list[Arm]) -> Table:
-    """Verdicts of each arm, and how many answers are those of the first one."""
+    """Table of each arm's verdicts, and of how many answers equal those of the first arm."""
     from specbench.engines.audit import same_answers  # late, as above
 
     table = Table("", "answers", "tokens", *VERDICTS, "as plain", "error of logprobs")
@@ -155,7 +155,7 @@ def _greedy_table(arms: list[Arm]) -> Table:
 
 
 def _drawn_table(arms: list[Arm], pairs: dict[str, Likelihoods | None]) -> Table:
-    """How likely the tokens of each arm are."""
+    """Table of the likelihood of each arm's tokens."""
     table = Table("", "answers", "tokens", "mean log p", "standard errors off", "beside plain, by prompt")
     for arm in arms:
         off = f"{arm.surprise:+.1f}" + ("  violation" if _is_off(arm) else "")
@@ -171,7 +171,7 @@ def _drawn_table(arms: list[Arm], pairs: dict[str, Likelihoods | None]) -> Table
 
 
 def _departures(arms: list[Arm]) -> list[str]:
-    """The first violations, in words."""
+    """Descriptions of the first violations of each arm."""
     lines = []
     for arm in arms:
         wrong = [one for one in arm.judged if arm.verdict(one) == VIOLATION]

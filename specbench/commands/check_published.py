@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 FILE = CONF / "published_checks.yaml"
-# What all checks ask: MT-bench's 80 questions in Spec-Bench, first turns; acceptance alone.
+# Settings of all checks: MT-bench's 80 questions in Spec-Bench, first turns; only acceptance is measured.
 COMMON = (
     *("settings=published", "data=spec_bench", "task=mt_bench", "data.limit=null", "data.turns=1"),
     *("generate=false", "repeats=1", "remeasure=0"),
@@ -35,15 +35,15 @@ COMMON = (
 
 @dataclass(frozen=True)
 class Check:
-    """A published acceptance, and how it is asked of us.
+    """A published acceptance, and the run that measures it again.
 
     Attributes:
         overrides: of `specbench run`.
         acceptance_length: as published.
-        by_place: share of drafts whose token at each place is accepted; None where it is not given.
-        tolerance: share of a figure within which ours may lie.
+        by_place: share of drafts whose token at each position is accepted; None if not published.
+        tolerance: largest difference between our figure and the published one, as a share of the latter.
         source: of the figures.
-        note: what differs, and cannot be asked for.
+        note: known differences that no setting removes.
     """
 
     overrides: tuple[str, ...]
@@ -69,12 +69,12 @@ def checks(path: Path = FILE) -> dict[str, Check]:
 
 
 def last_of_each(*overrides: str) -> tuple[str, ...]:
-    """Overrides without those that a later one of the same key takes the place of."""
+    """The overrides, with only the last one of each key."""
     return tuple({override.partition("=")[0].lstrip("+"): override for override in overrides}.values())
 
 
 def compared(check: Check, overall: dict) -> list[tuple[str, float, float | None, bool | None]]:
-    """Name, published figure, ours, and whether ours lies within the tolerance; None where we have none."""
+    """Rows of name, published figure, our figure, and whether it is within the tolerance; None if not measured."""
     ours = overall["acceptance_by_position"] or []
     rows = [("acceptance length", check.acceptance_length, overall["acceptance_length"])]
     rows += [
@@ -95,7 +95,7 @@ def compared(check: Check, overall: dict) -> list[tuple[str, float, float | None
 def check_table(
     name: str, check: Check, rows: Sequence[tuple[str, float, float | None, bool | None]]
 ) -> Table:
-    """Ours beside theirs."""
+    """Table of our figures beside the published ones."""
     from specbench.report.cells import NUMBER, PlainTable, number_text
 
     table = PlainTable(f"{name}: {check.source}")
@@ -112,7 +112,7 @@ def check_table(
 
 
 def overview(all_checks: dict[str, Check]) -> str:
-    """A line for each check, and how one is run."""
+    """One line for each check, and how to run one."""
     width, heading = max(map(len, all_checks)), "published acceptance length"
     rows = [("name", heading, "source")]
     rows += [(name, f"{one.acceptance_length:.2f}", one.source) for name, one in all_checks.items()]

@@ -15,23 +15,23 @@ from specbench import CONF, __version__
 from specbench.system.errors import UserError, one_line_errors, suggest
 
 KEYS = "KEY=VALUE ..."
-# Of a YAML: what it builds on, and what is for Hydra.
+# Sections of a YAML that hold no settings: its defaults list, and Hydra's own.
 NO_SETTINGS = re.compile(r"^(?:defaults|hydra):.*\n(?:[ \t].*\n)*", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Command:
-    """What runs a command, and what its help says.
+    """A command: the module that runs it, and the texts of its help.
 
     Args:
         module: the module whose `main` is called.
-        takes: the arguments, as the usage line has them.
+        takes: the arguments, as the usage line shows them.
         purpose: one line.
         examples: command lines without `specbench`, and what each does.
-        first: arguments that are put in front of those given.
+        first: arguments that are inserted before the user's.
         notes: more lines for the help.
-        config: the YAML of conf/ whose keys the help shows; a trainer has one of its own, named as CONFIG_TRAINER.
-        slow: whether its module takes seconds to import; what can be checked without it then is before.
+        config: the YAML of conf/ whose keys the help shows; a trainer's is named CONFIG_TRAINER.
+        slow: whether its module takes seconds to import; the arguments are then checked first.
     """
 
     module: str
@@ -280,7 +280,7 @@ def main() -> int:
 
 
 def show(text: str) -> int:
-    """Prints a help; returns the exit code. A reader that has seen enough of it, such as `head`, is no error."""
+    """Prints a help text; returns the exit code, 128 + SIGPIPE if the reader, such as `head`, has closed the pipe."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
@@ -290,7 +290,7 @@ def show(text: str) -> int:
 
 
 def run(arguments: list[str]) -> int:
-    """Does what the arguments say; returns the exit code.
+    """Runs the command that the arguments name; returns its exit code.
 
     Raises:
         UserError: no such command, or no trainer of that name.
@@ -317,7 +317,7 @@ def run(arguments: list[str]) -> int:
             )
         module, config = module.format(name=trained), f"{config}_{trained}"
     sys.argv[:] = [f"specbench {name}", *command.first, *rest]
-    sys.path.insert(1, str(Path.cwd()))  # as `python -m` does: a method of the user's own lies there
+    sys.path.insert(1, str(Path.cwd()))  # as `python -m` does: the user's own methods are found there
     if command.slow:
         from specbench.config.checks import check_command  # late: a help needs no Hydra
 
@@ -326,13 +326,13 @@ def run(arguments: list[str]) -> int:
 
 
 def trainers() -> list[str]:
-    """The methods that bring a trainer."""
+    """Names of the methods that have a trainer."""
     [package] = importlib.util.find_spec("methods").submodule_search_locations  # type: ignore[union-attr, misc] # a package
     return sorted(path.parent.name for path in Path(package).glob("*/train.py"))
 
 
 def overview() -> str:
-    """The help of the command itself."""
+    """The help text of `specbench` itself."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {command.purpose}" for name, command in COMMANDS.items()]
     return "\n".join(
@@ -349,7 +349,7 @@ def overview() -> str:
 
 
 def usage(name: str, command: Command, trainer: str = "") -> str:
-    """The help of one command; trainer: whose keys are shown, instead of those that all trainers have."""
+    """The help text of one command; trainer: whose keys to show instead of those common to all trainers."""
     lines = [f"usage: specbench {name} {command.takes}", "", command.purpose]
     if name == "train":
         lines += ["", f"NAME: {', '.join(trainers())}"]
@@ -365,10 +365,10 @@ def usage(name: str, command: Command, trainer: str = "") -> str:
 
 
 def settings_of(config: str) -> str:
-    """What a YAML of conf/ says of its keys: defaults and comments; a trainer's, with what all trainers have."""
+    """Keys of a YAML of conf/ with defaults and comments; for a trainer, also the keys common to all trainers."""
     text = (CONF / f"{config}.yaml").read_text(encoding="utf-8")
     lines = NO_SETTINGS.sub("", text).strip().splitlines()
-    while lines[0].startswith("#"):  # what the file is for, as the usage has it
+    while lines[0].startswith("#"):  # the purpose of the file, which the usage states
         lines.pop(0)
     if "defaults: [train, _self_]" in text:
         keys = tuple(re.findall(r"^\w+:", text, re.MULTILINE))

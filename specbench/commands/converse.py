@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from specbench.decoding.state import Request
     from specbench.models.pairs import Pair
 
-# What decides which conversations are written: a file is continued with the same values alone.
+# Settings that determine the conversations: a file is continued only with the same values.
 SAME = {
     "max_new_tokens": Count,
     "question_tokens": Count,
@@ -56,7 +56,7 @@ SAME = {
     "answer_tokens": Natural,
 }
 SETTINGS = SAME | {"tokens": Count, "batch_size": Count}
-FRUITLESS = 8  # pools in a row without a conversation that is kept
+FRUITLESS = 8  # consecutive pools in which no conversation is kept
 LEAST = 16  # conversations of a pool: in fewer, templates find too little, and fruitless pools mean nothing
 FIRST, SECOND = "first turn", "second turn"
 
@@ -68,9 +68,9 @@ class Talk:
     Attributes:
         kind: its kind.
         opening: first words of the user's turn that the target is to write.
-        messages: those that are kept, and the question that is being answered.
+        messages: the kept ones, and the question that is being answered.
         tokens: of its answers.
-        dropped: why what was written last was not kept.
+        dropped: why the last text was not kept; None if it was.
     """
 
     kind: Kind
@@ -81,17 +81,17 @@ class Talk:
 
     @property
     def complete(self) -> bool:
-        """Whether all was kept so far, and the last answer has an end: it can go on."""
+        """Whether it can be continued: everything so far was kept, and the last answer is complete."""
         return self.dropped is None and self.messages[-1].get("complete", True)
 
 
 def question_of(text: str, has_ended: bool, ending: str) -> str | None:
-    """The question in what a target wrote as a user; None where it does not end.
+    """The question in a text that a target wrote as the user; None if it has no end.
 
     Args:
-        text: that it wrote.
-        has_ended: whether a stop token ended it, of which a target may have written an answer before.
-        ending: what follows a user's turn, where that is text alone; empty where it begins with a special token.
+        text: what it wrote.
+        has_ended: whether a stop token ended the text, which may by then hold an answer, too.
+        ending: the text after a user's turn in the template; empty if a special token begins it.
     """
     question, ended, _ = text.partition(ending) if ending else (text, "", "")
     return question.strip() if ended or has_ended else None
@@ -103,9 +103,9 @@ class Writer:
     Args:
         cfg: conf/converse.yaml.
         pair: with the target.
-        kinds: that are asked for.
-        filters: say which messages are kept.
-        bar: shows what is being written.
+        kinds: kinds of conversation to write.
+        filters: decide which messages are kept.
+        bar: shows the progress.
     """
 
     def __init__(self, cfg: DictConfig, pair: Pair, kinds: list[Kind], filters: Filters, bar: tqdm):
@@ -122,7 +122,7 @@ class Writer:
         self.material = Material()
 
     def learn(self, kind: str, messages: Messages) -> None:
-        """Takes a conversation that is kept: its questions as asked, its first answer as material for templates."""
+        """Records a kept conversation: its questions as asked before, its first answer as material for templates."""
         for message in messages[::2]:
             self.filters.remember(message["content"])
         if messages[1].get("complete", True):
@@ -132,7 +132,7 @@ class Writer:
         """Writes the conversations of a pool.
 
         Returns:
-            Those that are kept, of one turn or two, and how often what was written was dropped, by reason.
+            The kept ones, of one turn or two, and the number of dropped texts by reason.
         """
         rng = random.Random(f"{self.cfg.seed} {number}")
         shares = [kind.share for kind in self.kinds]
@@ -150,7 +150,7 @@ class Writer:
         return talks, dropped
 
     def _begun(self, kind: Kind, rng: random.Random) -> Talk:
-        """A conversation with an opening, or with a question from a template."""
+        """Starts a conversation, with an opening or with a question from a template."""
         beginning = rng.choice([*kind.openings, *kind.templates])
         if beginning in kind.openings:
             return Talk(kind, beginning)
@@ -162,7 +162,7 @@ class Writer:
         return talk
 
     def _turn(self, talks: list[Talk], label: str) -> None:
-        """The target writes the questions that are lacking, then the answers."""
+        """Lets the target write the missing questions, then the answers."""
         self._ask([talk for talk in talks if len(talk.messages) % 2 == 0], label)
         self._answer([talk for talk in talks if talk.dropped is None], label)
 
@@ -187,13 +187,13 @@ class Writer:
                 self._question(talk, question, ids)
 
     def _question(self, talk: Talk, text: str, ids: list[int]) -> None:
-        """Adds a question, or says why it is dropped."""
+        """Adds a question, or records why it is dropped."""
         talk.dropped = self.filters.question(text, ids)
         if talk.dropped is None:
             talk.messages.append({"role": "user", "content": text})
 
     def _answer(self, talks: list[Talk], label: str) -> None:
-        """The target answers the last question of each conversation; a question whose answer is dropped goes, too."""
+        """Lets the target answer the last question of each conversation; drops a question with its answer."""
         prompts = [self.pair.prompt_ids(talk.messages) for talk in talks]
         for talk, ids in zip(talks, self._written(talks, prompts, self.answering, label)):
             if ids is not None:
@@ -215,7 +215,7 @@ class Writer:
         label: str,
         stops: Sequence[frozenset[int]] | None = None,
     ) -> list[list[int] | None]:
-        """What the target writes after each prompt; None, and the conversation drops it, where the context is full."""
+        """Token ids that the target writes after each prompt; None, noted in `dropped`, if the context is full."""
         from specbench.decoding.state import Request  # late, as above
 
         requests: dict[int, Request] = {}
@@ -230,7 +230,7 @@ class Writer:
         return [answers.get(i) for i in range(len(talks))]
 
     def _decoded(self, requests: list[Request], label: str) -> list[list[int]]:
-        """Decodes in batches, and shows how many tokens were written; the bar advances by those of answers."""
+        """Decodes in batches; the bar shows the number of tokens written and advances by those of answers only."""
         rounds, tokens = self.engine.rounds(requests), 0
         while True:
             try:
@@ -243,18 +243,18 @@ class Writer:
 
 
 class Output:
-    """The file of conversations and the log beside it, which says how far the file is whole.
+    """The file of conversations, and the log beside it, which records how much of the file is complete.
 
     Args:
         path: of the file.
-        settings: what decides which conversations are written.
+        settings: those that determine the conversations.
 
     Attributes:
         log: path of the log.
-        lines: one for each pool that is whole.
+        lines: one for each complete pool.
 
     Raises:
-        UserError: the file was begun with other settings, or is not what the log says.
+        UserError: the file was begun with other settings, or does not match the log.
     """
 
     def __init__(self, path: Path, settings: dict[str, Any]):
@@ -285,11 +285,11 @@ class Output:
 
     @property
     def saved(self) -> str | None:
-        """Where a run that is stopped goes on; None: it begins anew."""
+        """Where a stopped run resumes; None if it starts over."""
         return f"pool {len(self.lines)}, after {self.tokens:,} tokens of answers" if self.lines else None
 
     def add(self, talks: list[Talk], dropped: Counter[str]) -> None:
-        """Writes a pool. Raises UserError where it cannot be written."""
+        """Writes a pool. Raises UserError if it cannot be written."""
         rows = [{"kind": talk.kind.name, "messages": talk.messages} for talk in talks]
         with file_errors(writing=self.path), self.path.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
@@ -306,7 +306,7 @@ class Output:
         self.lines.append(line)
 
     def table(self) -> Table:
-        """What was kept, by kind, and what was dropped, by reason."""
+        """Table of what was kept, by kind, and what was dropped, by reason."""
         table = Table(box=None, show_header=False)
         table.add_column()
         table.add_column(justify="right")
@@ -327,15 +327,15 @@ def log_of(path: Path) -> Path:
 
 
 def pool_size(cfg: DictConfig) -> int:
-    """Conversations of a pool: no more than `cfg.tokens` need if every answer is as long as it may be.
+    """Number of conversations in a pool: no more than `cfg.tokens` takes if every answer has the maximum length.
 
-    Settings alone decide it, so that the same command writes the same pools wherever it was stopped.
+    It depends on settings only, so that the same command writes the same pools wherever it was stopped.
     """
     return min(cfg.pool, max(LEAST, -(-cfg.tokens // cfg.max_new_tokens)))
 
 
 def counted(lines: list[dict], key: str) -> Counter[str]:
-    """What the lines of a log counted together: "conversations" by kind, or "dropped" by reason."""
+    """Sum of a count over the lines of a log: "conversations" by kind, or "dropped" by reason."""
     return sum((Counter(line[key]) for line in lines), Counter())
 
 
@@ -343,8 +343,8 @@ def converse(cfg: DictConfig) -> Path:
     """Writes conversations as configured (conf/converse.yaml) and returns the file.
 
     Raises:
-        UserError: a setting is wrong, the benchmark's questions cannot be had, the file was begun with other settings,
-            or nothing that the target writes is kept.
+        UserError: a setting is wrong, the benchmark's questions are not available, the file was begun with other
+            settings, or nothing that the target writes is kept.
     """
     check_all(cfg, SETTINGS)
     check_sources(cfg)
@@ -366,7 +366,7 @@ def converse(cfg: DictConfig) -> Path:
 
 
 def benchmark_of(cfg: DictConfig) -> BenchmarkNgrams:
-    """What no message may share words with. Raises UserError where the benchmark's questions cannot be had."""
+    """N-grams that no message may contain. Raises UserError if the benchmark's questions are not available."""
     try:
         questions = file_questions(cfg.data, cfg.task)
     except UserError as error:
@@ -375,7 +375,7 @@ def benchmark_of(cfg: DictConfig) -> BenchmarkNgrams:
 
 
 def write(cfg: DictConfig, kinds: list[Kind], filters: Filters, output: Output) -> None:
-    """Writes pools until the answers have `cfg.tokens` tokens. Raises UserError where nothing is kept any more."""
+    """Writes pools until the answers have `cfg.tokens` tokens. Raises UserError if nothing is kept any more."""
     from specbench.models.pairs import load_pair  # late: torch takes seconds
 
     pair = load_pair(cfg.pair, cfg.seed, with_draft=False)

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
     from specbench.measure.doctor import Counts
 
-TOKENS = 64  # of each answer that is looked at
-PLACES = 8  # of a draft that are printed
+TOKENS = 64  # tokens of each answer to examine
+PLACES = 8  # positions of a draft to print
 HEALTHY = "healthy: no finding"
 
 
 def examine(cfg: DictConfig) -> int:
-    """Examines the drafter of a run, and prints what was found; returns 1 where there are findings."""
+    """Examines the drafter of a run and prints the findings; returns 1 if there are any."""
     spec = check(cfg)
     if spec.engine is not None or spec.unit != QUESTION or cfg.decoding.temperature > 0:
         raise UserError("the doctor looks at one greedy sequence of this project's own decoding at a time")
@@ -45,7 +45,7 @@ def examine(cfg: DictConfig) -> int:
     use_threads(cfg.threads, None)
     pair = load_pair(pair_for(cfg.pair, needs), cfg.seed, with_draft=needs.draft_model, trimmed=spec.trimmed)
     protocol = Protocol(pair, SamplingParams(TOKENS), cfg.protocol, cfg.seed, warmup_questions(cfg.data))
-    # What a wrapper drafts itself says nothing of the weights and states of the drafter that it wraps.
+    # A wrapper's own drafts reveal nothing about the weights and states of the wrapped drafter.
     inner = spec.drafter.get(WRAPPED)
     drafter = inner if inner and inner["name"] != "none" else spec.drafter
     make = partial(make_drafter, drafter, pair=pair)
@@ -56,7 +56,7 @@ def examine(cfg: DictConfig) -> int:
 
 
 def _in_words(base: Counts) -> str:
-    """What a drafter did as it is."""
+    """Describes the counts of the unmodified drafter."""
     rates = [rate for place in range(PLACES) if (rate := base.at(place)) is not None]
     by_place = ", ".join(f"{rate:.2f}" for rate in rates)
     shifts = ", ".join(f"{base.rate(shift):.2f} at {shift:+d}" for shift in sorted(base.agreed) if shift)

@@ -27,7 +27,7 @@ def main() -> int:
 
 
 def content_of(name: str, overrides: list[str] | None = None) -> dict:
-    """What an engine's environment holds, as a run with these overrides has it. Raises UserError where it has none."""
+    """The contents of an engine's environment under these overrides. Raises UserError if it has no environment."""
     engine = compose_arguments("bench", [f"engine={name}", *(overrides or [])]).engine
     if not engine or not engine.get("install"):
         raise UserError(f"engine {name} has no environment of its own: there is nothing to install")

@@ -26,7 +26,7 @@ USAGE = "specbench export gguf|folder|part pair=NAME [out=FOLDER], such as specb
 
 
 def export(cfg: DictConfig) -> None:
-    """Writes what is asked for in the pair's dtype and prints where each lies. Raises UserError if it cannot."""
+    """Writes the requested files in the pair's dtype and prints their paths. Raises UserError if that fails."""
     check_all(cfg, SETTINGS)
     for what, path in (_part if cfg.form == PART else _models)(cfg):
         if cfg.out is not None:
@@ -35,7 +35,7 @@ def export(cfg: DictConfig) -> None:
 
 
 def _models(cfg: DictConfig) -> Iterator[tuple[str, Path]]:
-    """Target and draft model."""
+    """Yields names and paths of the exported target and draft model."""
     check_sources(cfg)
     from specbench.models.export import as_folder, as_gguf  # late: torch takes seconds
     from specbench.models.pairs import load_pair
@@ -54,7 +54,7 @@ def _models(cfg: DictConfig) -> Iterator[tuple[str, Path]]:
 
 
 def _part(cfg: DictConfig) -> Iterator[tuple[str, Path]]:
-    """What a method drafts with."""
+    """Yields name and path of a method's exported part."""
     spec = check(cfg, asks=False)
     from specbench.models.export import as_part  # late, as above
     from specbench.models.pairs import load_pair, pair_for
@@ -65,7 +65,7 @@ def _part(cfg: DictConfig) -> Iterator[tuple[str, Path]]:
 
 
 def _copied(source: Path, to: Path) -> Path:
-    """Copies a file or folder, unless it is there already. Raises UserError where it cannot be written."""
+    """Copies a file or folder unless it is there already. Raises UserError if it cannot be written."""
     if source.resolve() == to.resolve():
         return to
     try:
@@ -84,7 +84,7 @@ def _copied(source: Path, to: Path) -> Path:
 def main() -> int:
     """Does what the command line says; returns the exit code."""
     sys.argv[1:] = positional("form", sys.argv[1:], USAGE)
-    # Of a method all that a run takes may be set, of a pair's models the pair alone.
+    # An exported part accepts every key of a run, exported models only those of the pair.
     config = "export_part" if f"form={quoted(PART)}" in sys.argv else "export"
     return with_hydra(config, one_line_errors(stops=False)(export))
 

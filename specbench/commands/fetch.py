@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def fetch(cfg: DictConfig) -> None:
-    """Fetches target, draft model, trained parts and tokenizer, and prints where each lies, or raises UserError."""
+    """Fetches target, draft model, trained parts and tokenizer, and prints their paths. Raises UserError."""
     check_sources(cfg)
     # Late: torch takes seconds.
     from specbench.models.model_source import fetch_small_files, fetch_with_weights, model_folder

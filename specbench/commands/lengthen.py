@@ -39,7 +39,7 @@ SETTINGS = {
     "seed": Seed,
 }
 ORDER = "Summarize document {number} of the {total} documents above in a few sentences."
-ENOUGH = 2  # times the longest prompt: tokens of the documents to choose from, where the text has no end
+ENOUGH = 2  # tokens of documents to choose from, in multiples of the longest prompt, if the text has no end
 
 
 def lengthen(cfg: DictConfig) -> Path:
@@ -82,7 +82,7 @@ def lengthen(cfg: DictConfig) -> Path:
 
 
 def documents(cfg: DictConfig, pair: Pair) -> list[str]:
-    """Answers of so many words, each once; of a text without an end as many as are enough."""
+    """Distinct answers of at least `cfg.words` words; from a text without an end, only as many as are needed."""
     rows = read(cfg.conversations) if cfg.conversations else own_text(cfg.pair, cfg.seed)
     texts: dict[str, None] = {}
     tokens, wanted = 0, ENOUGH * max(cfg.lengths)
@@ -112,7 +112,7 @@ def prompt(texts: Sequence[str], length: int, rng: random.Random, pair: Pair) ->
     def tokens(documents: Sequence[str]) -> int:
         return len(pair.prompt_ids([{"role": "user", "content": _turn(documents, len(documents))}]))
 
-    most = 1  # doubled, so that no more than a few prompts are tokenised where there are many documents
+    most = 1  # doubled, so that only a few prompts are tokenised if there are many documents
     while most < len(texts) and tokens(texts[:most]) <= length:
         most *= 2
     texts = texts[:most]

@@ -33,17 +33,17 @@ if TYPE_CHECKING:
 
 MODES = ("online", "offline")
 CACHE = Path("runs") / "wandb"  # where `compare` puts the run folders that it gets
-OFFLINE_SECONDS = 120  # that logging may take without the service
-API_SECONDS = 20  # to wait for an answer of the service
+OFFLINE_SECONDS = 120  # time limit for logging without the service
+API_SECONDS = 20  # time limit for an answer of the service
 
 
 # -- logging
 
 
 def track(run_dir: Path, tracker: Mapping) -> bool:
-    """Logs a complete run folder as `conf/tracker/` says; returns whether it is logged, on the service or offline.
+    """Logs a complete run folder as configured in `conf/tracker/`; returns whether it was logged, online or offline.
 
-    Whatever goes wrong with the service is told in one line and changes nothing else.
+    A failure of the service prints one line and has no other effect.
     """
     if tracker["name"] == "none":
         return True
@@ -60,7 +60,7 @@ def track(run_dir: Path, tracker: Mapping) -> bool:
 
 
 def _log(run_dir: Path, tracker: dict) -> str:
-    """Logs a run, offline if it cannot be done online; returns what to tell the user."""
+    """Logs a run, offline if the service fails; returns a message for the user."""
     check_tracker(tracker)
     failed = ""
     if tracker["mode"] == "online":
@@ -73,19 +73,19 @@ def _log(run_dir: Path, tracker: dict) -> str:
 
 
 def _attempt(run_dir: Path, tracker: dict, limit: float) -> str:
-    """Runs `report/wandb_run.py` in a process of its own, which has no terminal to ask; returns the line that it said.
+    """Runs `report/wandb_run.py` in a separate process without a terminal; returns the line that it printed.
 
-    Raises ChildProcessError, with the reason, when it failed or took more than `limit` seconds. All files of the
-    service's client lie in `wandb/` of the run folder; what else it wrote is in the .log there.
+    Raises ChildProcessError, with the reason, if it failed or took more than `limit` seconds. All files of the
+    service's client are in `wandb/` of the run folder, with its stderr in a .log.
     """
     home = run_dir.resolve() / "wandb"
     home.mkdir(exist_ok=True)
     variables = {"WANDB_SILENT": "true", "WANDB_CACHE_DIR": str(home / "cache"), "WANDB_DATA_DIR": str(home)}
-    # No service process that others use: a run that was given up would go on there.
+    # No shared service process: an abandoned run would continue in it.
     inherited = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}
     module = "specbench.report.wandb_run"
     command = [sys.executable, "-m", module, str(run_dir.resolve()), json.dumps(tracker)]
-    # Files, not pipes: the client has a service process of its own, which holds them too and may end later.
+    # Files, not pipes: the client's own service process holds them, too, and may end later.
     with tempfile.TemporaryFile("w+") as output, open(home / f"{tracker['mode']}.log", "w") as log:
         try:
             ended = subprocess.run(
@@ -108,7 +108,7 @@ def _attempt(run_dir: Path, tracker: dict, limit: float) -> str:
 
 
 def tracker_of(run_dir: Path, **overrides: str | None) -> dict:
-    """The tracker's settings that a run folder was made with, or else the defaults, under the `overrides`."""
+    """The tracker's settings in a run folder, or else the defaults, updated with the `overrides`."""
     run_settings = store.read_config(run_dir)["tracker"]
     settings = group_file("tracker", "wandb")
     if run_settings["name"] == "wandb":
@@ -129,11 +129,11 @@ def group_frame(
 
 
 def pull(group: str, project: str = "specbench", entity: str | None = None, into: Path = CACHE) -> list[Path]:
-    """Gets the run folders of a group from the service into `into`/<group>/, and returns them, sorted by name.
+    """Downloads the run folders of a group from the service into `into`/<group>/; returns them sorted by name.
 
-    A folder that is there already is not fetched again; where it holds another run of that name, its id is appended.
-    A run without a folder is told of and left out. entity: None is the user's own. Raises UserError when there is no
-    such group, no login, or no network.
+    A folder that exists is not fetched again; if it holds another run of that name, the run's id is appended. A run
+    without a folder is left out with a warning. entity: None is the user's own. Raises UserError if there is no such
+    group, no login, or no network.
     """
     if not group:
         raise UserError("name the group: make wandb-compare GROUP=name")
@@ -162,7 +162,7 @@ def _run_folders(
 ) -> list[tuple[str, str, wandb.Artifact | None]]:
     """Name, id and run folder of each run of a group, as the service has them."""
     with _service_errors():
-        import wandb  # here, for it takes a second that others need not spend
+        import wandb  # late: it takes a second that others need not spend
 
         from specbench.report.wandb_run import ARTIFACT
 
@@ -175,7 +175,7 @@ def _run_folders(
 
 
 def _download(artifact: wandb.Artifact, folder: Path) -> None:
-    """Makes a run folder of an artifact, at once: a folder with a summary is a whole one. Nothing of another thing."""
+    """Downloads an artifact; if it is a complete run folder, renames it to `folder` in one step."""
     part = folder.with_name(f".{folder.name}")
     with _service_errors():
         artifact.download(root=str(part), skip_cache=True)
@@ -185,7 +185,7 @@ def _download(artifact: wandb.Artifact, folder: Path) -> None:
 
 @contextmanager
 def _service_errors() -> Iterator[None]:
-    """Around what asks the service: its client raises errors of several libraries, each becomes a UserError."""
+    """Turns any error of the service's client, which raises those of several libraries, into a UserError."""
     try:
         yield
     except Exception as error:
@@ -193,7 +193,7 @@ def _service_errors() -> Iterator[None]:
 
 
 def _file_name(name: str) -> str:
-    """A name of the service's as one of a folder: no separators, not hidden."""
+    """A name from the service as a folder name: no separators, not hidden."""
     return re.sub(r"[^\w.-]+", "-", name).lstrip(".") or "-"
 
 

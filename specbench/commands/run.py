@@ -38,20 +38,20 @@ if TYPE_CHECKING:
 
     from omegaconf import DictConfig
 
-LOG = "log.txt"  # in the run folder of a job on another machine: what it said
+LOG = "log.txt"  # in the run folder of a job on another machine: its output
 
-# What reads run folders needs pandas, and is imported when there is one to read: bad input is answered before that.
+# Modules that read run folders need pandas: they are imported late, so that bad input is reported without delay.
 
 
 # -- jobs
 
 
 def run(jobs: list[Job], executor: Executor, logs: Path, changed: Callable[[], None] = lambda: None) -> None:
-    """Checks all jobs, then measures them; one that fails leaves the others alone.
+    """Checks all jobs, then measures them; a failure does not affect the other jobs.
 
     Args:
-        jobs: What became of each is noted in it.
-        executor: What measures run folders, on this machine or another.
+        jobs: The outcome of each is stored in it.
+        executor: Measures run folders, on this machine or another.
         logs: A folder for them.
         changed: Called whenever something happened to a job.
     """
@@ -69,14 +69,14 @@ def run(jobs: list[Job], executor: Executor, logs: Path, changed: Callable[[], N
             with report_user_error(job):
                 job.run_dir = store.find_or_create(job.cfg, by_folder)
                 job.state = RUNNING
-                if store.is_complete(job.run_dir):  # as only a `run_dir` can be
+                if store.is_complete(job.run_dir):  # possible only with `run_dir`
                     print(f"already measured: {job.run_dir}", flush=True)
             changed()
             if job.state == RUNNING:
                 by_folder[job.run_dir] = job
                 yield job.run_dir
 
-    with closing(executor(folders(), logs)) as measured:  # at once when this process is stopped, too
+    with closing(executor(folders(), logs)) as measured:  # closed at once even if this process is stopped
         for run_dir, code, reason in measured:
             end(by_folder[run_dir], code, reason)
             changed()
@@ -84,7 +84,7 @@ def run(jobs: list[Job], executor: Executor, logs: Path, changed: Callable[[], N
 
 @contextmanager
 def report_user_error(job: Job) -> Iterator[None]:
-    """A UserError becomes one line, and the failure of this job alone, or what it is left out for."""
+    """Turns a UserError into one line and the failure of this job only, or into the reason to leave the job out."""
     try:
         yield
     except UserError as error:
@@ -97,14 +97,14 @@ def report_user_error(job: Job) -> Iterator[None]:
 
 
 def resume_state(job: Job) -> None:
-    """Leaves a job as it is that an earlier process of the sweep has measured; any other waits to be."""
+    """Keeps a job that an earlier process of the sweep has measured; any other is set to waiting."""
     if job.run_dir is None or not store.is_measured(job.run_dir, job.cfg):
         job.state = WAITING
     elif job.state == OK:
         print(f"already measured: {job.run_dir}", flush=True)
         job.ended(0)
         certify(job)
-    else:  # on another machine, when the process that had asked for it was gone
+    else:  # measured on another machine after the process that requested it had ended
         end(job, 0)
 
 
@@ -114,7 +114,7 @@ def end(job: Job, code: int, reason: str | None = None) -> None:
     if job.run_dir is None:
         return
     if code == 2 and not (job.run_dir / LOG).exists():
-        # The runner has said here, in one line, what the user can put right.
+        # The runner has already printed here, in one line, what the user must correct.
         if job.cfg.get("run_dir") is None and store.discard_unused(job.run_dir):
             job.run_dir = None
         return
@@ -131,7 +131,7 @@ def end(job: Job, code: int, reason: str | None = None) -> None:
 
 
 def certify(job: Job) -> None:
-    """Makes violations the failure of a job, though it is measured and is not to be measured again."""
+    """Sets the exit code of a measured job to 1 if answers are violations; the job is not measured again."""
     from specbench.report import verdicts
     from specbench.report.runs import read_run
 
@@ -146,19 +146,19 @@ def run_locally(run_dirs: Iterable[Path], _logs: Path) -> Generator[tuple[Path, 
 
 
 class Command:
-    """What Hydra calls: with the configuration of a single run, or, through a launcher, with all jobs of a sweep."""
+    """Hydra's callback: gets the configuration of a single run or, through a launcher, all jobs of a sweep."""
 
     def __init__(self) -> None:
         self.jobs: list[Job] = []
 
-    @one_line_errors(stops=False)  # here already: Hydra would say more
+    @one_line_errors(stops=False)  # inside Hydra, which would print more lines
     def __call__(self, cfg: DictConfig) -> None:
         """Measures a single run."""
         self.jobs.append(Job([], cfg))
         run(self.jobs[-1:], run_locally, runs_root(cfg))
 
     def sweep(self, jobs: list[Job], executor: Executor) -> None:
-        """Measures all jobs of a sweep, going on with one that was not finished."""
+        """Measures all jobs of a sweep; resumes an unfinished one."""
         self.jobs += jobs
         with open_sweep(jobs) as sweep:
             for job in jobs:
@@ -172,7 +172,7 @@ class Command:
         )
 
     def report(self) -> int:
-        """Prints what several jobs have in common and which failed; returns the highest exit code."""
+        """Prints an overview of several jobs and which failed; returns the highest exit code."""
         finished = [job.run_dir for job in self.jobs if job.run_dir and store.is_complete(job.run_dir)]
         if len(finished) > 1:
             from specbench.report import tables
@@ -192,7 +192,7 @@ class Command:
 def measure(run_dir: Path, logged: bool = False) -> int:
     """Measures a run folder in child processes that do not outlive this one; returns the exit code of the last.
 
-    logged: what the child says goes to `LOG` in the run folder, instead of to where this process writes.
+    logged: whether the child's output goes to `LOG` in the run folder instead of this process's own output.
     """
     (run_dir / store.FAILURE).unlink(missing_ok=True)
     code = store.EXIT_CONTINUE
@@ -205,7 +205,7 @@ def measure(run_dir: Path, logged: bool = False) -> int:
 
 
 def _child(command: list[str], log: IO[bytes] | None) -> int:
-    """Runs a command to its end, or to that of this process; returns its exit code."""
+    """Runs a command until it or this process ends; returns its exit code."""
     child = subprocess.Popen(command, stdout=log, stderr=log, preexec_fn=end_with_parent)
     try:
         return child.wait()

@@ -27,9 +27,9 @@ WAITING, RUNNING, OK, FAILED, LEFT_OUT = "waiting", "running", "ok", "failed", "
 ENDED_WELL = (OK, LEFT_OUT)
 WHETHER = ("rerun", "leave_out")  # settings that say what to do again, not what to measure
 
-# Measures run folders on some machine or other, each in a process of its own. Takes the folders, which are made as it
-# asks for them, and a folder for logs; yields each run folder as it is done, with its exit code and, where the folder
-# itself cannot tell, why it failed.
+# Measures run folders on this machine or another, each in its own process. Accepts the folders, which are created on
+# iteration, and a folder for logs; yields each finished run folder with its exit code and, if the folder does not
+# record it, the reason of the failure.
 Executor = Callable[[Iterable[Path], Path], Generator[tuple[Path, int, str | None], None, None]]
 
 
@@ -61,7 +61,7 @@ class Sweep:
     jobs: list[Job]
 
     def save(self) -> None:
-        """Writes what is known by now."""
+        """Writes the current state of all jobs."""
         runs = self.folder.parents[1]
         write_json(
             self.folder / SWEEP,
@@ -81,7 +81,7 @@ class Sweep:
         )
 
     def load(self) -> None:
-        """Gives the jobs back what an earlier process knew of them."""
+        """Restores the jobs' states from an earlier process."""
         for job, saved in zip(self.jobs, read_json(self.folder / SWEEP)["jobs"]):
             job.state = saved["state"]
             if saved["run_dir"] is not None:
@@ -90,9 +90,9 @@ class Sweep:
 
 @contextmanager
 def open_sweep(jobs: list[Job]) -> Iterator[Sweep]:
-    """Holds the sweep of these jobs for this process: the last one if it can go on, or a new one.
+    """Locks the sweep of these jobs for this process: the last one if it can be resumed, or a new one.
 
-    It can go on while the code is what it was and a job of it is not measured, or, with `rerun: false`, even if all
+    It can be resumed if the code is unchanged and a job of it is not measured, or, with `rerun: false`, even if all
     are: then nothing is left to do.
 
     Raises:
@@ -113,7 +113,7 @@ def open_sweep(jobs: list[Job]) -> Iterator[Sweep]:
 
 
 def runs_root(cfg: DictConfig) -> Path:
-    """Where run folders are made, of a configuration that was not checked yet. Raises UserError for what is no text."""
+    """The root of run folders in an unchecked configuration. Raises UserError if it is not text."""
     values.check("runs_root", cfg.runs_root, str)
     return Path(cfg.runs_root)
 
@@ -136,7 +136,7 @@ def print_failures(jobs: list[Job]) -> None:
 
 
 def label(job: Job, jobs: list[Job]) -> str:
-    """What tells a job from the others: the overrides that not all of them have."""
+    """The overrides that distinguish a job from the others: those that not all of them have."""
     distinct = [o for o in job.overrides if not all(o in other.overrides for other in jobs)]
     return " ".join(distinct or job.overrides)
 
@@ -152,12 +152,12 @@ def _can_go_on(folder: Path, overrides: list[list[str]], code: str, rerun: bool)
 
 
 def _measured(overrides: list[str]) -> list[str]:
-    """The overrides that say what a job measures."""
+    """The overrides that determine what a job measures."""
     return [override for override in overrides if override.lstrip("+").partition("=")[0] not in WHETHER]
 
 
 def _relative(run_dir: Path | None, runs: Path) -> str | None:
-    """A run folder as seen from where runs are; any other place stands as it is."""
+    """A run folder's path relative to `runs`; absolute if it is elsewhere."""
     if run_dir is None:
         return None
     return str(run_dir.relative_to(runs) if run_dir.is_relative_to(runs) else run_dir.absolute())

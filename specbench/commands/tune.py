@@ -37,11 +37,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 OWN = ("search", "trials")  # keys that a run does not have
-RUN, REASON = "run_dir", "reason"  # what Optuna keeps of a trial beside settings and score
+RUN, REASON = "run_dir", "reason"  # attributes of a trial in Optuna, beside settings and score
 
 
 def tune(cfg: DictConfig) -> int:
-    """Runs trials until the study has as many as are asked for; returns 1 where one of them failed."""
+    """Runs trials until the study has `cfg.trials` of them; returns 1 if any of them failed."""
     values.check("trials", cfg.trials, values.Count)
     optuna = import_optional("optuna", "tune")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -61,8 +61,8 @@ def tune(cfg: DictConfig) -> int:
         began_with = own_settings(base, space)
         study = open_study(optuna, folder, began_with)
         while (number := len(ended(study))) < cfg.trials:
-            # Not the same seed for a study that goes on: it would draw the same settings again.
-            seed = (cfg.seed + len(study.trials)) % 2**32  # more bits NumPy does not take
+            # A resumed study needs another seed: with the same one it would draw the same settings again.
+            seed = (cfg.seed + len(study.trials)) % 2**32  # NumPy accepts no more bits
             study.sampler = optuna.samplers.TPESampler(seed=seed)
             trial = study.ask(space)
             chosen = [*as_overrides(trial.params), *threads_of_first(base, study, folder)]
@@ -76,7 +76,7 @@ def tune(cfg: DictConfig) -> int:
             study.tell(trial, speedup, optuna.trial.TrialState.FAIL if speedup is None else None)
         measured = [o for o in overrides if not is_own(o)] + threads_of_first(base, study, folder)
         if not any(o.startswith("settings=") for o in measured):
-            measured.append(f"settings={cfg.settings}")  # a run alone would have the tuned ones
+            measured.append(f"settings={cfg.settings}")  # a plain run would use the tuned ones
         failed = report(study, folder, measured, began_with.keys() == space.keys())
     return min(failed, 1)
 
@@ -85,7 +85,7 @@ def tune(cfg: DictConfig) -> int:
 
 
 def trial_config(overrides: list[str]) -> DictConfig:
-    """The configuration of a run that asks the warm-up questions."""
+    """The configuration of a run on the warm-up questions."""
     cfg = compose("tune", overrides)
     with open_dict(cfg):
         for key in OWN:
@@ -97,13 +97,13 @@ def trial_config(overrides: list[str]) -> DictConfig:
 
 
 def as_overrides(params: dict) -> list[str]:
-    """Settings as a command line takes them."""
+    """Settings as command-line overrides."""
     shown = {key: f"{value:g}" if isinstance(value, float) else value for key, value in params.items()}
     return [f"{key}={'null' if value is None else value}" for key, value in shown.items()]
 
 
 def threads_of_first(base: DictConfig, study: Any, folder: Path) -> list[str]:
-    """What gives all trials on a CPU the threads that the first one chose by measuring; nothing if they are given."""
+    """The override that sets all trials on a CPU to the threads that the first one chose; [] if none applies."""
     runs = [trial.user_attrs[RUN] for trial in study.trials if trial.value is not None]
     if base.threads is not None or not runs:
         return []
@@ -114,7 +114,7 @@ def threads_of_first(base: DictConfig, study: Any, folder: Path) -> list[str]:
 
 
 def score(job: Job) -> tuple[float | None, str | None]:
-    """The speedup of a trial, or why it has none: what a report would not trust is no merit of a setting."""
+    """The speedup of a trial, or why it has none, such as a fault that a report would show."""
     if job.code != 0 or job.run_dir is None:
         return None, job.reason
     from specbench.report.runs import read_run
@@ -141,7 +141,7 @@ def searched(node: DictConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def distribution(optuna: Any, key: str, bounds: list | dict) -> Any:
-    """What Optuna chooses a value from; whole numbers stay whole. Raises UserError for bounds that are none."""
+    """Optuna's distribution for a key; integer bounds yield integers. Raises UserError for malformed bounds."""
     kinds = optuna.distributions
     try:
         if isinstance(bounds, list):
@@ -153,9 +153,9 @@ def distribution(optuna: Any, key: str, bounds: list | dict) -> Any:
 
 
 def own_settings(base: DictConfig, space: dict) -> dict:
-    """The values that a configuration has by itself, where the search may choose them.
+    """The values of the base configuration that are within the bounds of the search.
 
-    Of a number null, which is no limit ("all nodes"), stands for the upper bound.
+    For a number, null means no limit ("all nodes") and is replaced by the upper bound.
     """
     settings = {}
     for key, among in space.items():
@@ -174,7 +174,7 @@ def own_settings(base: DictConfig, space: dict) -> dict:
 
 
 def is_own(override: str) -> bool:
-    """Whether an argument is for the search, and not for a run."""
+    """Whether an argument configures the search, not a run."""
     return override.lstrip("+~").partition("=")[0].partition(".")[0] in OWN
 
 
@@ -182,7 +182,7 @@ def is_own(override: str) -> bool:
 
 
 def study_folder(base: DictConfig, space: str) -> Path:
-    """The folder of the one study that such trials belong to. Raises UserError for what cannot work."""
+    """The folder of the study that these trials belong to. Raises UserError for a configuration that cannot work."""
     checked = cast("DictConfig", OmegaConf.create(OmegaConf.to_container(base)))
     spec = check(checked)
     from specbench.measure.machine import hardware, provenance  # late: with torch it takes seconds
@@ -200,7 +200,7 @@ def study_folder(base: DictConfig, space: str) -> Path:
         if is_hub_id(pair[name]):  # its commit is known then
             fetch_small_files(pair[name], pair[f"{name}_revision"], pair.gated)
     weights = provenance.weights(values.plain(pair), spec.drafting, spec.engine)
-    # Not of a package, whose checksums the configuration has: it may not be fetched yet.
+    # Without packages, whose checksums are in the configuration: they may not be fetched yet.
     used = {
         name: one
         for name, one in weights.items()
@@ -213,9 +213,9 @@ def study_folder(base: DictConfig, space: str) -> Path:
 
 
 def open_study(optuna: Any, folder: Path, first: dict) -> Any:
-    """Optuna's study. A new one begins with the settings `first`, another one with a trial that was interrupted.
+    """Opens Optuna's study. A new one begins with the settings `first`, a resumed one with an interrupted trial.
 
-    Where `first` lacks some that the search does not reach, Optuna draws these.
+    Optuna draws the settings that `first` lacks.
     """
     study = optuna.create_study(
         storage=f"sqlite:///{folder / 'study.db'}",
@@ -233,7 +233,7 @@ def open_study(optuna: Any, folder: Path, first: dict) -> Any:
 
 
 def ended(study: Any) -> list:
-    """The trials that count: those that have a score, the best first, then those that failed."""
+    """The finished trials: those with a score, best first, then the failed ones."""
     done = [trial for trial in study.trials if trial.state.name in ("COMPLETE", "FAIL")]
     return sorted(done, key=lambda trial: float("inf") if trial.value is None else -trial.value)
 
@@ -245,7 +245,7 @@ def report(study: Any, folder: Path, overrides: list[str], began_with_own: bool)
         study: with its trials.
         folder: of their runs.
         overrides: of a run with the settings that are not searched.
-        began_with_own: whether the first trial had the settings that the method has by itself, all of them.
+        began_with_own: whether the first trial had all of the base configuration's own settings.
     """
     from specbench.report import cells, tables  # late, as above
     from specbench.report.runs import read_run

@@ -89,17 +89,17 @@ KEYS = {
 
 @file_errors()
 def check(cfg: DictConfig, asks: bool = True) -> RunSpec:
-    """Resolves the configuration, which then holds `settings_source`, what the method's settings are: see `tuned`.
+    """Resolves and checks the configuration; adds `settings_source`, the origin of the method's settings: see `tuned`.
 
     Args:
         cfg: The configuration.
         asks: Whether the questions of its data will be asked.
 
     Returns:
-        The run that it is of.
+        The run that it describes.
 
     Raises:
-        UserError: for all that can be known to fail without weights.
+        UserError: for everything that is known to fail without weights.
     """
     chosen = cast("dict[str, Any]", OmegaConf.to_container(cfg))
     for group in GROUPS:
@@ -128,7 +128,7 @@ def check(cfg: DictConfig, asks: bool = True) -> RunSpec:
         warn_of_world(cfg.pair_file.name)
     check_warm(spec.drafter, cfg.data, cfg.task)
     with open_dict(cfg):
-        # What another engine drafts with is in its words: neither published nor tuned here.
+        # Another engine's draft settings have its own names: they are neither published nor tuned here.
         rule = cfg.decoding.draft_length
         cfg.settings_source = (
             settings_source(spec, cfg.pair_file.name, rule, cfg.vocab) if spec.is_own_code else None
@@ -138,14 +138,14 @@ def check(cfg: DictConfig, asks: bool = True) -> RunSpec:
 
 
 def embedded_files() -> tuple[str, str]:
-    """The questions of the embedded models' world, and those to warm up with, as a configuration names them."""
+    """Paths of the embedded models' questions and of their warm-up questions, as a configuration names them."""
     data = group_file("data", EMBEDDED)
     return data["path"], data["warmup"]
 
 
 @cache  # once for all jobs of a sweep
 def warn_of_world(pair: str) -> None:
-    """Warns where other models than the embedded ones are asked about the world that only these know."""
+    """Warns if models outside the embedded family are asked about the world that only this family knows."""
     if benchmark_of(pair) != EMBEDDED:
         warn(
             f"data={EMBEDDED} asks about the invented world of the embedded models, of which pair={pair} knows "
@@ -155,11 +155,11 @@ def warn_of_world(pair: str) -> None:
 
 @file_errors()
 def check_command(config_name: str, arguments: list[str]) -> None:
-    """Checks a command line, as far as that takes no module of a method: importing one takes seconds.
+    """Checks a command line as far as possible without importing a method's module, which takes seconds.
 
     Args:
-        config_name: what the arguments change.
-        arguments: those that are no `key=value`, or are for Hydra, are left to the command itself.
+        config_name: name of the configuration.
+        arguments: of the command line. Nothing is checked if one is an option or for Hydra.
 
     Raises:
         UserError: A key or a choice is unknown, or the target, the tokenizer or the conversations are not there.
@@ -170,7 +170,7 @@ def check_command(config_name: str, arguments: list[str]) -> None:
 
 
 def check_sources(cfg: DictConfig) -> None:
-    """Checks what a command reads that loads a target, and trains or writes with it.
+    """Checks the inputs of a command that loads a target to train or write with it.
 
     Raises:
         UserError: A value of `pair` has another type, or its target, its tokenizer or the conversations are not there.
@@ -187,7 +187,7 @@ def check_sources(cfg: DictConfig) -> None:
 
 
 def check_target(pair: DictConfig) -> None:
-    """Raises UserError for a pair without a target, as `local` is by itself, or with one that is no text."""
+    """Raises UserError if a pair has no target, as `local` by default, or one that is not text."""
     values.check("pair.target", pair.target, KEYS["pair.target"])
     if pair.target is None:
         raise UserError(
@@ -196,11 +196,11 @@ def check_target(pair: DictConfig) -> None:
 
 
 def check_shapes(pair: DictConfig, usual: DictConfig) -> None:
-    """Raises UserError where random weights would have the shape of another model than the one that is named.
+    """Raises UserError if random weights would have the shape of a model other than the named one.
 
     Args:
-        pair: As it is used.
-        usual: As its file has it.
+        pair: The configuration in use.
+        usual: The pair's own file.
     """
     if pair.init != "random":
         return
@@ -216,7 +216,7 @@ def check_shapes(pair: DictConfig, usual: DictConfig) -> None:
 
 
 def check_values(cfg: DictConfig) -> None:
-    """Raises UserError for a value of another type than its key has, see `KEYS`."""
+    """Raises UserError for a value of the wrong type, see `KEYS`, and for `pair` values that exclude each other."""
     values.check_all(cfg, KEYS)
     check_shapes(cfg.pair, cfg.pair_file)
     for name in ("width", "draft_width"):
@@ -237,7 +237,7 @@ def check_values(cfg: DictConfig) -> None:
 
 
 def check_folders(cfg: DictConfig, needs: Needs) -> None:
-    """Raises UserError when a model, tokenizer or part that will be read is a path where no folder is."""
+    """Raises UserError if a model, tokenizer or part that will be read is a path that does not exist."""
     names = [cfg.pair.target, cfg.pair.tokenizer, draft_source(cfg.pair, needs)]
     if needs.part is not None:
         names.append(cfg.pair.parts.get(needs.part))

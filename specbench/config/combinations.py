@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
     from specbench.decoding.drafter import Needs
 
-DRAFTED = ("max_draft_tokens", "nodes")  # what buffers are made for
-BY_THE_RUN = {"pair", "drafter", "threads", "batch_size"}  # what an engine is made with beside its settings
+DRAFTED = ("max_draft_tokens", "nodes")  # settings that determine the size of buffers
+BY_THE_RUN = {"pair", "drafter", "threads", "batch_size"}  # parameters of an engine that are no settings
 
 
 def check_method(cfg: DictConfig) -> RunSpec:
-    """The run. Raises UserError when pair or decoding lack what its drafter needs, or for an unknown parameter."""
+    """Returns the run. Raises UserError if pair or decoding lack what it needs, or for an unknown parameter."""
     from specbench.decoding.drafter import Drafter
     from specbench.decoding.scheduler import Scheduler  # late: a misspelt name need not wait for torch
 
@@ -38,7 +38,7 @@ def check_method(cfg: DictConfig) -> RunSpec:
     slots = 1
     if spec.scheduler is not None:
         parameters(cls, "method", spec.scheduler)
-        # It needs no weights to say what is wrong.
+        # Its constructor checks the parameters without weights.
         slots = cls(batch_size=spec.batch_size, **values.parameters(spec.scheduler)).slots
     drafting: Any = located(group, what, Drafter)
     takes = parameters(drafting, what, group)
@@ -47,7 +47,7 @@ def check_method(cfg: DictConfig) -> RunSpec:
             f"method {name} drafts by itself: set drafter=none, or method=ragged drafter={cfg.drafter.name}"
         )
 
-    inner, takes = innermost(group, what, takes)  # first: its class says what it needs
+    inner, takes = innermost(group, what, takes)  # first: its class declares what it needs
     if spec.engine is not None:
         located(spec.engine, "engine", object)  # likewise: whether it brings weights of its own
     needs = spec.needs
@@ -79,9 +79,9 @@ def check_method(cfg: DictConfig) -> RunSpec:
 
 
 def trainer_of(module: str) -> str | None:
-    """The command that trains a method's part: where `methods` lies in the package, `python -m` finds none of it.
+    """The command that trains a method's part; None if the method has no trainer.
 
-    None for a method that brings no trainer.
+    `specbench train` also works for an installed package, whose `methods` `python -m` does not find.
     """
     try:
         trainer = importlib.util.find_spec(f"{module}.train")
@@ -97,12 +97,12 @@ def check_verification(decoding: DictConfig, drafter: str, groups: Sequence[Mapp
     """Checks the rule that accepts drafts.
 
     Args:
-        decoding: The configuration of it.
+        decoding: The configuration of decoding.
         drafter: "method sps", for messages.
         groups: The configurations of the drafter, and of the innermost one that it wraps.
 
     Raises:
-        UserError: The rule is not for such drafts.
+        UserError: The rule does not apply to such drafts.
     """
     rule, samples = decoding.verification, decoding.temperature > 0
     if rule == values.TYPICAL and samples:
@@ -126,7 +126,7 @@ def check_verification(decoding: DictConfig, drafter: str, groups: Sequence[Mapp
 
 
 def check_draft_length(cfg: DictConfig, needs: Needs, drafter: str, drafts: bool) -> None:
-    """Raises UserError where a rule chooses lengths that the drafter does not have, or what goes with it is missing."""
+    """Raises UserError if the drafter does not support the lengths of a rule, or `round_costs` do not fit the rule."""
     rule, costs = cfg.decoding.draft_length, cfg.decoding.round_costs
     if rule != values.CONSTANT and not (drafts and needs.any_length):
         why = "has drafts of one length" if drafts else "drafts nothing"
@@ -139,13 +139,13 @@ def check_draft_length(cfg: DictConfig, needs: Needs, drafter: str, drafts: bool
 
 
 def unusual(decoding: DictConfig) -> list[str]:
-    """The settings of how this project's loop drafts and verifies that are not the usual ones."""
+    """The settings of this project's draft-verify loop that differ from the usual ones."""
     usual = {"verify_width": None, "draft_length": values.CONSTANT, "verification": values.TOKEN}
     return [f"decoding.{key}" for key, value in usual.items() if decoding[key] != value]
 
 
 def check_engine(cfg: DictConfig, spec: RunSpec) -> None:
-    """Raises UserError where another engine cannot decode what is asked for, or a setting of it has another type."""
+    """Raises UserError if another engine cannot decode as configured, or one of its settings has the wrong type."""
     if spec.engine is None:
         return
     name, drafts = spec.engine["name"], spec.engine["speculative"]
@@ -177,7 +177,7 @@ def check_batch(cfg: DictConfig, spec: RunSpec, slots: int) -> None:
         slots: Sequences that its scheduler holds at once; 1 without one.
 
     Raises:
-        UserError: Pool, devices or drafter do not suit a batch, or nothing schedules one.
+        UserError: Pool, devices or drafter do not suit a batch, or there is no scheduler for one.
     """
     name = spec.drafter["name"]
     if spec.scheduler is None:
@@ -207,7 +207,7 @@ def check_batch(cfg: DictConfig, spec: RunSpec, slots: int) -> None:
 def innermost(
     group: Mapping, what: str, takes: dict[str, inspect.Parameter]
 ) -> tuple[Mapping, dict[str, inspect.Parameter]]:
-    """Whose weights and head a drafter drafts with: its own, or those of the drafter that it wraps.
+    """Finds the drafter whose weights and head are used: the drafter itself, or the one that it wraps.
 
     Args:
         group: The drafter's configuration.
@@ -218,7 +218,7 @@ def innermost(
         The configuration, and the parameters of its class.
 
     Raises:
-        UserError: It wraps a drafter itself, or has a parameter that it lacks.
+        UserError: The wrapped drafter wraps another one, or its configuration has an unknown parameter.
     """
     from specbench.decoding.drafter import Drafter
 
@@ -231,17 +231,17 @@ def innermost(
 
 
 def check_memory(what: str, group: Mapping, inner: Mapping, takes: dict) -> None:
-    """Checks whether the memory that a drafter is to have is that of the drafter which it wraps, if it does.
+    """Checks that the memory settings of a drafter agree with those of the drafter that it wraps, if any.
 
     Args:
         what: "method" or "drafter".
         group: Its configuration.
-        inner: That of the drafter that it wraps, or its own.
-        takes: The parameters of that one's class.
+        inner: The configuration of the wrapped drafter, or its own.
+        takes: The parameters of the inner drafter's class.
 
     Raises:
-        UserError: It is to learn, or to be warmed, and the wrapped drafter has no memory; or it is not to learn, and
-            the wrapped one is.
+        UserError: It should learn or be warmed, but the wrapped drafter has no memory; or only the wrapped one should
+            learn.
     """
     if inner.get(MEMORY) == LASTING != group.get(MEMORY, LASTING):
         raise UserError(
@@ -255,16 +255,16 @@ def check_memory(what: str, group: Mapping, inner: Mapping, takes: dict) -> None
 
 
 def check_vocab(cfg: DictConfig, what: str, name: str, trims: bool) -> None:
-    """Checks that what `vocab` says can be.
+    """Checks that the `vocab` settings are possible.
 
     Args:
         cfg: The configuration.
         what: "method" or "drafter".
-        name: Of it.
+        name: Its name.
         trims: Whether its head, or that of the drafter that it wraps, can be trimmed.
 
     Raises:
-        UserError: It cannot.
+        UserError: They are not.
     """
     is_full = cfg.vocab.name == "full"
     if is_full and (cfg.vocab.map is not None or cfg.vocab.size is not None):
@@ -299,17 +299,17 @@ def located(group: Mapping, what: str, *kinds: type) -> type:
 
 
 def parameters(cls: type, what: str, group: Mapping) -> dict[str, inspect.Parameter]:
-    """What a method or drafter can be made with.
+    """The constructor parameters of a method or drafter.
 
     Raises:
-        UserError: The configuration has a parameter that it lacks, or a value of another type than its signature names.
+        UserError: The configuration has an unknown parameter, or a value whose type is not that of the signature.
     """
     takes = {k: p for k, p in inspect.signature(cls, eval_str=True).parameters.items() if k != "pair"}
     for key, value in values.parameters(group).items():
         if key not in takes:
             raise UserError(f"{what} {group['name']} has no parameter '{key}': {suggest(key, takes)}")
         required = takes[key].default is inspect.Parameter.empty
-        if value is not None or not required:  # one that is required and missing is told with what it needs
+        if value is not None or not required:  # a missing required one is reported with the drafter's needs
             values.check(f"{what}.{key}", value, takes[key].annotation)
         if key in DRAFTED and type(value) is int:
             values.check(f"{what}.{key}", value, values.DraftLength)

@@ -1,6 +1,6 @@
-"""What Hydra composes from a command line.
+"""Composes the configuration of a command line with Hydra.
 
-Every command that takes `key=value` goes through `with_hydra`: `specbench run`, `tune`, the trainers.
+Every command that accepts `key=value` uses `with_hydra`: `specbench run`, `tune`, the trainers.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 def compose_arguments(config_name: str, overrides: list[str]) -> DictConfig:
-    """What Hydra composes of `key=value` arguments, before the command runs that it is for.
+    """Composes the configuration of `key=value` arguments before their command runs.
 
     Raises:
         UserError: as `with_hydra`.
@@ -56,9 +56,9 @@ def compose_arguments(config_name: str, overrides: list[str]) -> DictConfig:
 
 
 def positional(key: str, arguments: list[str], usage: str) -> list[str]:
-    """Arguments, the only one of them without `=`, or else the only file, as the value of a key.
+    """Turns the only argument without `=`, or else the only file, into the value of a key; returns all arguments.
 
-    Raises UserError unless there is just one.
+    Raises UserError unless there is exactly one.
     """
     words = [argument for argument in arguments if "=" not in argument]
     words = words or [argument for argument in arguments if Path(argument).is_file()]
@@ -68,20 +68,20 @@ def positional(key: str, arguments: list[str], usage: str) -> list[str]:
 
 
 def with_hydra(config_name: str, task: Callable[[DictConfig], object], resumes: bool = False) -> int:
-    """Gives `task` what Hydra composes from the command line; around what a task raises Hydra prints lines of its own.
+    """Calls `task` with the configuration of the command line; Hydra prints lines of its own around a task's errors.
 
     Args:
-        config_name: of the configuration.
-        task: what gets it.
-        resumes: whether the same command goes on where it was stopped, which is then said.
+        config_name: name of the configuration.
+        task: the function to call.
+        resumes: whether the same command resumes where it was stopped; the message on Ctrl-C then mentions it.
 
     Returns:
         0, or 130 when Ctrl-C has stopped it.
 
     Raises:
-        UserError: the command line names what is not there or cannot be.
+        UserError: the command line names something unknown or impossible.
     """
-    # The parser wants all key=value arguments in a row; `-m` may stand anywhere.
+    # The parser requires all key=value arguments in a row; the user may write `-m` anywhere.
     sys.argv[1:] = overrides = sorted(sys.argv[1:], key=lambda argument: argument not in ("-m", "--multirun"))
     check_overrides(overrides)
     if config_name in OF_METHODS:
@@ -89,7 +89,7 @@ def with_hydra(config_name: str, task: Callable[[DictConfig], object], resumes: 
     if (user_conf := own_conf()) and "--config-dir" not in overrides:
         sys.argv[1:1] = ["--config-dir", str(user_conf)]
         warn_of_hidden(user_conf)
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing and leaving
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise instead of printing and exiting
     try:
         check_added(config_name, overrides)
         with tempfile.TemporaryDirectory() as scratch:
@@ -108,13 +108,13 @@ def program(
     resumes: bool = True,
     named: tuple[str, str] | None = None,
 ) -> Callable[[], int]:
-    """The `main` of a module: `with_hydra`, which says in one line what its user did wrong.
+    """Makes the `main` of a module: `with_hydra`, with each user error as one line.
 
     Args:
         config_name: as in `with_hydra`.
         task: likewise; a number that it returns is the exit code.
         resumes: likewise.
-        named: a key whose value the command line gives without it, and the usage, as in `positional`.
+        named: a key whose value is given without `key=`, and the usage, as in `positional`.
     """
 
     @one_line_errors()
@@ -124,7 +124,7 @@ def program(
             sys.argv[1:] = positional(named[0], sys.argv[1:], named[1])
         codes = [0]
 
-        @wraps(task)  # Hydra names the job by what is wrapped
+        @wraps(task)  # Hydra names the job after the wrapped function
         @one_line_errors(stops=False)
         def counted(cfg: DictConfig) -> None:
             if isinstance(code := task(cfg), int):

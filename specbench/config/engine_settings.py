@@ -24,15 +24,15 @@ READ = re.compile(r"\$\{(?:drafter_setting:|drafter\.|method\.)(\w+)")  # a sett
 
 
 def check_read(cfg: DictConfig, spec: RunSpec, speculative: Mapping[str, Any]) -> None:
-    """Refuses settings that nothing of another engine reads: all runs of a sweep over one would be the same.
+    """Refuses settings that another engine does not read: all runs of a sweep over one would be the same.
 
     Args:
         cfg: of the run.
         spec: the run, of another engine.
-        speculative: how the engine drafts, by method, as it was written: with references to settings of the method.
+        speculative: how the engine drafts, by method, unresolved: with references to settings of the method.
 
     Raises:
-        UserError: Such a setting has another value than it has by itself.
+        UserError: Such a setting differs from its usual value.
     """
     assert spec.engine is not None
     engine, method = spec.engine["name"], spec.drafter["name"]
@@ -50,7 +50,7 @@ def check_read(cfg: DictConfig, spec: RunSpec, speculative: Mapping[str, Any]) -
 
 
 def _changed(cfg: DictConfig, group: Mapping[str, Any]) -> list[str]:
-    """Settings of a method that are not as published, or as tuned where the run has those; not what the pair brings."""
+    """Settings of a method that differ from the published ones (in a tuned run: the tuned ones); not the pair's."""
     name, takes = group["name"], inspect.signature(pkgutil.resolve_name(group["_target_"])).parameters
     usual = {key: parameter.default for key, parameter in takes.items()} | group_file("method", name)
     if cfg.get("settings") == TUNED:

@@ -13,20 +13,20 @@ from specbench.system.errors import UserError, warn
 
 
 def own_conf() -> Path | None:
-    """The folder `conf` of the working directory, where a user of the package keeps YAMLs of his own; None without."""
+    """The folder `conf` of the working directory, for YAMLs of a user of the package; None if there is none."""
     folder = Path.cwd() / "conf"
     return folder if folder.is_dir() and folder != CONF else None
 
 
 def conf_folders() -> list[Path]:
-    """The folders `conf`: this project's, and the user's own where there is one."""
+    """The folders `conf`: this project's, and the user's own if there is one."""
     user_conf = own_conf()
     return [CONF, user_conf] if user_conf else [CONF]
 
 
 @lru_cache(maxsize=16)  # once for all jobs of a command
 def warn_of_hidden(user_conf: Path) -> None:
-    """Warns of the user's YAMLs that nothing reads, as `CONF` has others of the same names."""
+    """Warns of the user's YAMLs that are not read because `CONF` has different ones of the same names."""
     names = [path.relative_to(user_conf) for path in sorted(user_conf.rglob("*.yaml"))]
     for name in names:
         ours = CONF / name
@@ -40,9 +40,9 @@ def is_group(key: str) -> bool:
 
 
 def choices_of(group: str) -> list[str]:
-    """The names that a group of the configuration has.
+    """The names of the choices of a configuration group.
 
-    A drafter is named as the method; one that makes a choice of another group, as schedulers do, is none.
+    A drafter has the name of its method; a method that overrides another group, as schedulers do, is no drafter.
     """
     files = [path for folder in conf_folders() for path in (folder / group).glob("*.yaml")]
     if group == "drafter":
@@ -52,7 +52,7 @@ def choices_of(group: str) -> list[str]:
 
 
 def group_file(group: str, name: str) -> dict[str, Any]:
-    """A YAML of a group as it stands, without those that it builds on; {} where there is none.
+    """The content of a group's YAML, without the files that it builds on; {} if there is none.
 
     Raises UserError for a file that is no YAML.
     """
@@ -68,12 +68,12 @@ def group_file(group: str, name: str) -> dict[str, Any]:
 
 
 def no_yaml(error: yaml.YAMLError) -> str:
-    """What is no YAML, with the file and the place of it."""
+    """Describes a YAML error, with file and line."""
     if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark) is not None:
         return f"{mark.name}, line {mark.line + 1}: {error.problem}"
     return str(error)
 
 
 def base_pair() -> dict[str, Any]:
-    """What every pair has: its keys, and in `parts` the parts that methods of this project have."""
+    """The keys that every pair has; `parts` lists the parts of this project's methods."""
     return group_file("pair", "_base")

@@ -1,4 +1,4 @@
-"""The arguments `key=value`: checked for what Hydra would take amiss, and one line for what it cannot compose."""
+"""Checks of `key=value` arguments that Hydra would misread, and one-line messages for those it cannot compose."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ from specbench.system.errors import UserError, suggest
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-NO_KEY = re.compile(r"Could not override '([\w.]+)'")  # as Hydra says it
-PART = re.compile(r"\bpair\.parts\.(\w+)")  # as a YAML reads one
-AMBIGUOUS = re.compile(r"Ambiguous value for argument '(.*)'")  # as Hydra says it
-# In which keys may be new: what reads these groups checks their keys, or takes any.
+NO_KEY = re.compile(r"Could not override '([\w.]+)'")  # as in Hydra's message
+PART = re.compile(r"\bpair\.parts\.(\w+)")  # as a YAML refers to one
+AMBIGUOUS = re.compile(r"Ambiguous value for argument '(.*)'")  # as in Hydra's message
+# Groups in which keys may be new: their readers check the keys, or accept any.
 OPEN = ("method", "drafter", "pair", "engine", "tracker", "search", "parts", "kinds", "task.tasks")
 NOT_COMPOSED = (HydraException, OmegaConfBaseException, yaml.YAMLError)
 
 
 def check_overrides(arguments: list[str]) -> None:
-    """Checks the command line for what Hydra would silently ignore or take amiss.
+    """Checks the command line for arguments that Hydra would silently ignore or misread.
 
     Raises:
-        UserError: A group is chosen twice, of which Hydra takes the last; a choice is no name, such as null; a launcher
-            is chosen where there is no sweep to launch, or a run folder where there is one; a pair has no such key.
+        UserError: A group is chosen twice (Hydra would use the last choice); a choice is no name, such as null; a
+            launcher is chosen without a sweep, or a run folder with one; a pair has no such key.
     """
     overrides: dict[str, str] = {}
     for argument in arguments:
@@ -60,7 +60,7 @@ def check_overrides(arguments: list[str]) -> None:
         if equals and group == "pair" and inside:
             check_pair_keys({inside.partition(".")[0]: None})
         for choice in value.split(",") if is_group(key) else []:
-            # Hydra wants text, and says no key.
+            # Hydra requires text, and its message names no key.
             if re.fullmatch(r"null|true|false|[\d.+-]*", choice, re.IGNORECASE):
                 raise UserError(f"unknown {key} '{choice}': {suggest(choice, choices_of(key))}")
     sweep = {"-m", "--multirun", "hydra.mode=MULTIRUN"} & set(arguments)
@@ -75,14 +75,14 @@ def check_overrides(arguments: list[str]) -> None:
 
 
 def check_added(config_name: str, overrides: list[str]) -> None:
-    """Raises UserError for a key that is added with `+` and that nothing reads, which Hydra would take."""
+    """Raises UserError for a key added with `+` that nothing reads; Hydra would accept it."""
     for override in overrides:
         key = override.lstrip("+").partition("=")[0]
         if not override.startswith("+") or is_group(key) or re.search(r"^hydra\b|[/@]", key):
             continue
-        # Of a group where keys may be new, the group itself.
+        # In a group whose keys may be new, only the group is checked.
         key = next((name for name in OPEN if key.startswith(f"{name}.")), key)
-        # Data of the user's may leave out keys that the usual ones have.
+        # The user's own data may lack keys that the usual ones have.
         if _unknown_part(key, _composed_of(config_name, [], key)):
             unknown = _unknown_part(key, _chosen(config_name, overrides, key))
             if unknown is not None:
@@ -94,7 +94,7 @@ def check_pair_keys(pair: Mapping[str, Any], part: str | None = None) -> None:
 
     Args:
         pair: all of its configuration, or some keys of it.
-        part: that the drafter at hand reads; it need not stand in a YAML.
+        part: the one that the drafter reads; it need not be in a YAML.
 
     Raises:
         UserError: `pair`, or `pair.parts`, has such a key.
@@ -110,7 +110,7 @@ def check_pair_keys(pair: Mapping[str, Any], part: str | None = None) -> None:
 
 
 def with_parts_added(overrides: list[str]) -> list[str]:
-    """The arguments, with `++` for a part that no pair lists: one that a method of the user's needs."""
+    """The arguments, with `++` before a part that no pair lists, such as that of a user's own method."""
     listed = base_pair()["parts"]
     return [
         f"++{override}" if (part := PART.match(override)) and part[1] not in listed else override
@@ -119,7 +119,7 @@ def with_parts_added(overrides: list[str]) -> list[str]:
 
 
 def _parts_of_yamls() -> set[str]:
-    """The parts that the YAMLs of pairs list, or that those of methods and vocabularies read."""
+    """The parts that YAMLs of pairs list, or that YAMLs of methods and vocabularies refer to."""
     names: set[str] = set()
     for folder in conf_folders():
         for path in (folder / "pair").glob("*.yaml"):
@@ -132,7 +132,7 @@ def _parts_of_yamls() -> set[str]:
 def explain(
     error: HydraException | OmegaConfBaseException | yaml.YAMLError, config_name: str, overrides: list[str]
 ) -> str:
-    """One line for what Hydra says in many."""
+    """Condenses an error of Hydra's into one line."""
     if isinstance(error, yaml.YAMLError):
         return no_yaml(error)
     if raised := own_error(error):
@@ -158,14 +158,14 @@ def explain(
 
 
 def own_error(error: BaseException | None) -> UserError | None:
-    """What a resolver of ours raised, where Hydra or OmegaConf made another error of it; None for their own errors."""
+    """The UserError of our own resolver that Hydra or OmegaConf has wrapped; None for their own errors."""
     while error is not None and not isinstance(error, UserError):
         error = error.__context__
     return error
 
 
 def unknown_key(key: str, config_name: str, overrides: list[str]) -> str:
-    """One line about a key that is not in the configuration which the overrides' group choices give."""
+    """One line about a key that is missing in the configuration of the overrides' group choices."""
     node = _chosen(config_name, overrides, key)
     if unknown := _unknown_part(key, node):
         return unknown
@@ -177,7 +177,7 @@ def unknown_key(key: str, config_name: str, overrides: list[str]) -> str:
 
 
 def _unknown_part(key: str, node: Any) -> str | None:
-    """One line about the first part of a key that a configuration does not have; None where it has all."""
+    """One line about the first part of a key that a configuration does not have; None if it has all."""
     for part in key.split("."):
         children = node if isinstance(node, dict) else {}
         if part not in children:
@@ -187,7 +187,7 @@ def _unknown_part(key: str, node: Any) -> str | None:
 
 
 def _chosen(config_name: str, overrides: list[str], key: str) -> Any:
-    """The configuration that the overrides' group choices give, to look for a key in."""
+    """The configuration of the overrides' group choices only, to look up a key in."""
     pairs = [override.split("=", 1) for override in overrides if "=" in override]
     choices = [
         f"{group}={value.split(',')[0]}" for group, value in pairs if is_group(group) and "(" not in value
@@ -212,7 +212,7 @@ def _composed_of(config_name: str, choices: list[str], key: str) -> Any:
 
 
 def quoted(text: str) -> str:
-    """A text as a value in Hydra's grammar, which takes some characters of paths only in quotes."""
+    """Quotes a text for Hydra's grammar, which accepts some characters of paths only in quotes."""
     escaped = text.replace("\\", "\\\\").replace('"', '\\"')
     return f'"{escaped}"'
 

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from specbench.decoding.drafter import Needs
 
 CONFIG = "config.json"  # of a model or a part
-SIZES = {"hidden_size": "wide", "num_hidden_layers": "layers deep"}  # of a target, as messages say them
+SIZES = {"hidden_size": "wide", "num_hidden_layers": "layers deep"}  # of a target, with words for messages
 
 
 def check_part(pair: DictConfig, needs: Needs, folders: Iterable[Any]) -> None:
     """Compares the target that a trained part was made for with the pair's, as far as both are certain.
 
-    A part that is a draft model, or looks up text, serves other targets, too. An expanded target counts as it was
-    before: so do its parts. Vocabularies are not compared, since a target may be padded.
+    A part that is a draft model, or looks up text, also serves other targets. An expanded target and its parts are
+    compared by their sizes before expansion; vocabularies are not, since a target may be padded.
 
     Args:
         pair: the configuration, with the models that will be loaded.
@@ -48,10 +48,10 @@ def check_part(pair: DictConfig, needs: Needs, folders: Iterable[Any]) -> None:
 
 
 def sizes_made_for(folder: str, part: str) -> tuple[dict[str, int], str]:
-    """The sizes of the target that a trained part was made for, as far as its folder tells, and " (pair NAME)".
+    """The sizes of the target that a trained part was made for, as far as its folder records them, and " (pair NAME)".
 
     Args:
-        folder: of the part; one that is not there tells nothing.
+        folder: of the part; a missing one yields no sizes.
         part: its name. The config.json of this project's parts names the width of the target.
     """
     from specbench.data.training import CONDITIONS  # late: a misspelt name need not wait for torch
@@ -63,17 +63,17 @@ def sizes_made_for(folder: str, part: str) -> tuple[dict[str, int], str]:
         width = settings.get("target_hidden_size") or settings.get("hidden_size")
         sizes = {"hidden_size": width} if isinstance(width, int) else {}
     trained = _json(packaged(folder) / CONDITIONS).get("pair") or {}
-    # Its target is read where it lies: a part of an expanded one is wider, and a relative path may mean another now.
+    # Its target is read unless it was expanded (the part is wider) or its relative path may name another one now.
     if not trained or trained["init"] == "expanded" or _is_relative_folder(trained["target"]):
         return sizes, ""
     return sizes | target_sizes(trained), f" (pair {trained['name']})"
 
 
 def target_sizes(pair: Mapping[str, Any]) -> dict[str, int]:
-    """Those of `SIZES` that a pair's target has before it is expanded, as far as that is certain without weights.
+    """The `SIZES` of a pair's target before expansion, as far as they are certain without weights.
 
-    They are in its config.json, if it is a folder. Else the pair's shape tells, if the target is still the one of the
-    pair's YAML or is made of that shape.
+    They are read from its config.json if it is a folder; else from the pair's shape, if the target is still the one of
+    the pair's YAML or is made from that shape.
     """
     settings: Mapping[str, Any] = _json(packaged(pair["target"]) / CONFIG)
     settings = settings.get("text_config") or settings
@@ -90,12 +90,12 @@ def _is_relative_folder(name: str) -> bool:
 
 
 def _size_words(sizes: Mapping[str, int]) -> str:
-    """As a message says sizes: "128 wide and 24 layers deep"."""
+    """Sizes as messages write them: "128 wide and 24 layers deep"."""
     return " and ".join(f"{sizes[key]} {word}" for key, word in SIZES.items() if key in sizes)
 
 
 def _json(file: Path) -> dict[str, Any]:
-    """What a JSON file says; {} where there is none. Raises UserError for one that cannot be read."""
+    """The content of a JSON file; {} if there is none. Raises UserError if it cannot be read."""
     try:
         return read_json(file) if file.is_file() else {}
     except (OSError, ValueError) as error:

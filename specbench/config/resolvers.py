@@ -36,7 +36,7 @@ def resolver(name: str) -> Callable[[Resolver], Resolver]:
 
 @resolver("expanded_layers")
 def expanded_layers(count: int, old: int, *, _root_: DictConfig) -> int:
-    """`${expanded_layers:5,24}`: 5 of the 24 layers of a target, or what they have become where it is expanded."""
+    """`${expanded_layers:5,24}`: 5 of the 24 layers of a target, or their equivalent if it is expanded."""
     pair = _root_.pair
     if pair.init != "expanded" or pair.target_shape is None:
         return count
@@ -45,7 +45,7 @@ def expanded_layers(count: int, old: int, *, _root_: DictConfig) -> int:
 
 @resolver("drafter_setting")
 def drafter_setting(key: str, default: Any, *, _root_: DictConfig) -> Any:
-    """`${drafter_setting:max_draft_tokens,5}`: what the run's drafter has, a batch method's, too; or the default."""
+    """`${drafter_setting:max_draft_tokens,5}`: the value of the run's drafter, in a batch, too; or the default."""
     for group in ("drafter", "method"):
         if (value := OmegaConf.select(_root_, f"{group}.{key}")) is not None:
             return value
@@ -54,7 +54,7 @@ def drafter_setting(key: str, default: Any, *, _root_: DictConfig) -> Any:
 
 @resolver("benchmark")
 def benchmark_of(pair: str) -> str:
-    """`- data: ${benchmark:${pair}}` in a defaults list: the questions that what is made for a pair must not know.
+    """`- data: ${benchmark:${pair}}` in a defaults list: the questions that parts made for a pair must not know.
 
     They are those of the embedded family for its pairs, and Spec-Bench's for all others.
     """
@@ -69,13 +69,13 @@ def model_name(path: str | None, default: str) -> str:
 
 @resolver("only_of")
 def only_of(model: str | None, usual: str, value: Any) -> Any:
-    """`${only_of:${.draft},MODEL,2}`: a setting that belongs to a pair's own model; null where another one is named."""
+    """`${only_of:${.draft},MODEL,2}`: a setting that belongs to a pair's own model; null if another one is named."""
     return value if model == usual else None
 
 
 @resolver("checked")
 def checked_choice(group: str, name: str) -> str:
-    """The name. Raises UserError where a group of the configuration does not have it.
+    """Returns the name. Raises UserError if the group has no such choice.
 
     `- optional method@drafter: ${checked:drafter,...}` in a defaults list gives a drafter the file of a method.
     """
@@ -87,9 +87,9 @@ def checked_choice(group: str, name: str) -> str:
 
 @resolver("choice")
 def choice(group: str, name: str, *, _parent_: DictConfig, _root_: DictConfig) -> DictConfig:
-    """The file `name` of a group: in a YAML, `${choice:drafter,${.cost_of}}` is what the value of `cost_of` names.
+    """The file `name` of a group: in a YAML, `${choice:drafter,${.cost_of}}` is the file that `cost_of` names.
 
-    A drafter has its tuned settings where the run has. Interpolations in it are resolved where it then stands.
+    A drafter has its tuned settings if the run has. Interpolations are resolved at the place of insertion.
 
     Raises:
         UserError: the group has no such file.
@@ -101,12 +101,12 @@ def choice(group: str, name: str, *, _parent_: DictConfig, _root_: DictConfig) -
 
 
 def as_it_stands(group: str, name: str, pair: str | None) -> dict[str, Any]:
-    """What conf/ has for a method or drafter, interpolations as they stand.
+    """The configuration of a method or drafter in conf/, with interpolations unresolved.
 
     Args:
         group: "method" or "drafter".
         name: of its file.
-        pair: whose tuned settings it has; None: as published.
+        pair: whose tuned settings to use; None for the published ones.
     """
     return copy.deepcopy(_as_it_stands(group, name, pair, Path.cwd()))
 
@@ -114,7 +114,7 @@ def as_it_stands(group: str, name: str, pair: str | None) -> dict[str, Any]:
 @lru_cache(maxsize=256)
 def _as_it_stands(group: str, name: str, pair: str | None, _working_folder: Path) -> dict[str, Any]:
     settings = ["settings=published"] if pair is None else ["settings=tuned", f"pair={pair}"]
-    # Within a command its own folders are searched.
+    # Within a command, Hydra is initialised and searches the command's folders.
     searched = GlobalHydra.instance().is_initialized()
     with nullcontext() if searched else initialize_config_dir(str(CONF), version_base="1.3"):
         composed = compose("bench", [f"{group}={name}", *settings])[group]
@@ -125,9 +125,9 @@ def _as_it_stands(group: str, name: str, pair: str | None, _working_folder: Path
 
 
 def tuned_on(pair: str, method: str) -> str | None:
-    """The pair whose tuned settings a method or drafter has on `pair`; None where there are none.
+    """The pair whose tuned settings apply to a method or drafter on `pair`; None if there are none.
 
-    It is the pair itself, or the nearest one that its YAML builds on: `tiny_wide` has those of `tiny`.
+    It is the pair itself, or the nearest one that its YAML builds on: `tiny_wide` uses those of `tiny`.
     """
     for name in _lineage(pair):
         if any((folder / "tuned" / name / f"{method}.yaml").is_file() for folder in conf_folders()):
@@ -136,7 +136,7 @@ def tuned_on(pair: str, method: str) -> str | None:
 
 
 def _lineage(pair: str) -> Iterator[str]:
-    """A pair and those that its YAML builds on, the nearest first."""
+    """Yields a pair and the pairs that its YAML builds on, nearest first."""
     names = [pair]
     for name in names:  # which grows
         yield name
@@ -148,7 +148,7 @@ def _lineage(pair: str) -> Iterator[str]:
 def tuned_choice(group: str, *, _root_: DictConfig) -> str:
     """`- optional tuned@method: ${tuned:method}` in a defaults list: the file of tuned settings in conf/tuned/.
 
-    Where there is none, or `settings=published`, it names a file that does not exist, which `optional` skips.
+    If there is none, or with `settings=published`, it names a file that does not exist, which `optional` skips.
 
     Args:
         group: "method" or "drafter".
@@ -161,9 +161,9 @@ def tuned_choice(group: str, *, _root_: DictConfig) -> str:
 
 @resolver("tuned_vocab")
 def tuned_vocab(usual: str, *, _root_: DictConfig) -> str:
-    """`- vocab: ${tuned_vocab:full}` in a defaults list: what tuned settings of the run's drafter choose, or `usual`.
+    """`- vocab: ${tuned_vocab:full}` in a defaults list: the choice of the drafter's tuned settings, or `usual`.
 
-    A trimmed head is of this project's engine alone.
+    Only this project's own engine supports a trimmed head.
     """
     if _root_.get("engine") != "own":
         return usual

@@ -15,25 +15,25 @@ if TYPE_CHECKING:
     from specbench.decoding.drafter import Drafter, Needs
     from specbench.decoding.scheduler import Scheduler
 
-# What has times of its own: a question, or a pool of questions, whose sequences share their rounds.
+# The timed unit: a question, or a pool of questions, whose sequences share their rounds.
 QUESTION, POOL = "question", "pool"
 # The arms. SINGLE: the baseline at batch size 1, in batched runs the reference for equivalence and for the throughput
 # ratio. Of another engine: AGAIN: the baseline once more; OWN_LOOP: our own autoregressive decoding.
 BASELINE, METHOD, HF, SINGLE = "baseline", "method", "hf_generate", "single"
 AGAIN, OWN_LOOP = "again", "own_loop"
-OWN = "own"  # the name of the engine that is this project's
-OWN_CODE = "own_code"  # set where this project's own code drafts inside another engine
+OWN = "own"  # the name of this project's engine
+OWN_CODE = "own_code"  # set if this project's own code drafts inside another engine
 
 
 @dataclass(frozen=True)
 class RunSpec:
-    """A drafter, and a scheduler where sequences are decoded together.
+    """A drafter, and a scheduler if sequences are decoded together.
 
     Attributes:
-        drafter: configuration of what drafts, resolved.
-        scheduler: of what chooses the sequences of a round; None: one sequence at a time.
+        drafter: its resolved configuration.
+        scheduler: configuration of the scheduler; None: one sequence at a time.
         batch_size: sequences of a round; 1 without a scheduler.
-        engine: configuration of another engine, which then drafts as the drafter is called; None: this project decodes.
+        engine: configuration of another engine, which drafts by the drafter's name; None: this project decodes.
         trimmed: as in `models.pairs.Pair`.
     """
 
@@ -49,13 +49,13 @@ class RunSpec:
 
         Args:
             config: as it is composed.
-            unit: what has times of its own; None: the class of the method tells, which imports it.
+            unit: `QUESTION` or `POOL`; None to derive it from the method's class, which is imported.
         """
         if unit is None:
             unit = unit_of(pkgutil.resolve_name(config["method"]["_target_"]))
         method = values.plain(config["method"])
         served = other_engine(config)
-        vocab = config.get("vocab") or {}  # of an older folder the drafter itself names a map
+        vocab = config.get("vocab") or {}  # in older run folders the drafter itself names the map
         trimmed = None if vocab.get("map") is None else (vocab["map"], vocab["size"])
         if unit == QUESTION:
             return cls(method, engine=served, trimmed=trimmed)
@@ -63,19 +63,19 @@ class RunSpec:
 
     @property
     def unit(self) -> str:
-        """What has times of its own: a "question", or a "pool" of them."""
+        """The timed unit: a "question", or a "pool" of them."""
         return QUESTION if self.scheduler is None else POOL
 
     @property
     def groups(self) -> dict[str, Mapping[str, Any]]:
-        """By the group that chooses it: "method" drafts by itself, or schedules what "drafter", the last, drafts."""
+        """Configurations by group: "method" drafts by itself, or schedules what "drafter", the last one, drafts."""
         if self.scheduler is None:
             return {"method": self.drafter}
         return {"method": self.scheduler, "drafter": self.drafter}
 
     @property
     def needs(self) -> Needs:
-        """What the drafter requires, together with one that it wraps; no weights where an engine has them."""
+        """What the drafter and the one that it wraps require; no weights if another engine drafts with its own."""
         needs = needs_of(self.drafter)
         return replace(needs, draft_model=False, part=None) if self.drafts_elsewhere else needs
 
@@ -90,12 +90,12 @@ class RunSpec:
 
     @property
     def drafting(self) -> dict[str, Any]:
-        """The drafter's configuration, and what its head is trimmed to as settings of it."""
+        """The drafter's configuration, with the trimming of its head as settings."""
         return dict(self.drafter) | dict(zip(values.TRIMMING, self.trimmed or ()))
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What a user sets of the method, and of a scheduler's drafter as `drafter.NAME`; of an engine in its words."""
+        """The user's settings: the method's, a scheduler's drafter's as `drafter.NAME`, an engine's under its names."""
         if not self.is_own_code:
             return values.flat(self._in_its_words)
         *_, last = self.groups
@@ -110,7 +110,7 @@ class RunSpec:
 
     @property
     def wrapped(self) -> dict[str, Any]:
-        """What a user sets of a drafter that the drafter wraps; what the wrapper itself fixes is left out."""
+        """The user's settings of the wrapped drafter, without those that the wrapper fixes."""
         fixed = getattr(_class_of(self.drafter), "fixes", ())
         chosen = values.settings(self.drafter.get(WRAPPED) or {})
         return {name: value for name, value in chosen.items() if name not in fixed}
@@ -122,7 +122,7 @@ class RunSpec:
 
     @property
     def _in_its_words(self) -> dict[str, Any]:
-        """How another engine is told to draft."""
+        """The draft settings of another engine; {} if this project decodes."""
         if self.engine is None:
             return {}
         return (self.engine["speculative"] or {}).get(self.drafter["name"]) or {}
@@ -136,10 +136,10 @@ class RunSpec:
 
     @property
     def owners(self) -> list[type[Drafter | Scheduler]]:
-        """The classes that have numbers of their own: of the scheduler, the drafter, and one that it wraps.
+        """The classes that report their own statistics: of the scheduler, the drafter, and the one that it wraps.
 
-        Those that this installation does not have, such as a user's own in a folder from elsewhere, are left out: the
-        run can still be read, without numbers of their own. Another engine has none.
+        Classes that this installation lacks, such as another user's own, are left out: the run can still be read,
+        without their statistics. Another engine has none.
         """
         if self.engine is not None:
             return []
@@ -148,7 +148,7 @@ class RunSpec:
 
 
 def _class_of(group: Mapping) -> type | None:
-    """The class of a method or drafter; None where this installation does not have it."""
+    """The class of a method or drafter; None if this installation lacks it."""
     try:
         return pkgutil.resolve_name(group["_target_"])
     except (ImportError, AttributeError):
@@ -156,7 +156,7 @@ def _class_of(group: Mapping) -> type | None:
 
 
 def needs_of(group: Mapping) -> Needs:
-    """What the drafter of a configuration requires, together with the drafter that it wraps, if it does.
+    """What the drafter of a configuration and the drafter that it wraps, if any, require.
 
     Args:
         group: with `_target_`; `drafter` holds the configuration of the wrapped one.
@@ -175,25 +175,25 @@ def make_drafter(group: Mapping, **overrides: Any) -> Drafter:
     Raises:
         UserError: as the drafter's class.
     """
-    # Not hydra's instantiate, which would wrap what a method says is wrong.
+    # Not hydra's instantiate, which would wrap a method's errors.
     return pkgutil.resolve_name(group["_target_"])(**values.parameters(group) | overrides)
 
 
 def other_engine(config: Mapping) -> dict[str, Any] | None:
-    """The configuration of the engine that decodes; None where this project does, as in all older folders."""
+    """The configuration of another engine that decodes; None if this project does, as in all older run folders."""
     engine = config.get("engine")
     return None if engine is None or engine["name"] == OWN else values.plain(engine)
 
 
 def unit_of(method: type) -> str:
-    """The unit of a method's runs: of a scheduler's the pool."""
+    """The timed unit of a method's runs: `POOL` for a scheduler, else `QUESTION`."""
     from specbench.decoding.scheduler import Scheduler  # late: reading a run folder needs no torch
 
     return POOL if issubclass(method, Scheduler) else QUESTION
 
 
 def key_of(group: str, name: str) -> str:
-    """What summaries call a setting of a group: those of a scheduler's drafter begin with "drafter."."""
+    """The name of a group's setting in summaries: those of a scheduler's drafter begin with "drafter."."""
     return name if group == "method" else f"{group}.{name}"
 
 

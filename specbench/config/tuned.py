@@ -27,7 +27,7 @@ VOCAB = "vocab"
 def settings_source(
     spec: RunSpec, on: str, rule: str = CONSTANT, vocab: Mapping[str, Any] | None = None
 ) -> dict[str, Any] | None:
-    """What the settings of a run's method, and of its drafter in a batch, are.
+    """Where the settings of a run's method, and of its drafter in a batch, come from.
 
     Args:
         spec: the run.
@@ -42,7 +42,7 @@ def settings_source(
     """
     judged = False
     published: dict[str, Any] = {}
-    pairs: set[str | None] = set()  # those where what differs was tuned, None for what was not tuned at all
+    pairs: set[str | None] = set()  # where the differing settings were tuned; None for untuned ones
     *_, last = spec.groups
     parts = [(group, chosen["name"], "", settings(chosen)) for group, chosen in spec.groups.items()]
     if spec.wrapped:
@@ -52,7 +52,7 @@ def settings_source(
             continue
         if name not in choices_of(group):
             return None
-        # A wrapper's file may say how the wrapped drafter is set; otherwise that is set as a method.
+        # A wrapper's file may set the wrapped drafter; otherwise that has the settings of a method.
         inside = bool(wrapped) and isinstance(as_it_stands(group, name, None).get(WRAPPED), dict)
         name = wrapped if wrapped and not inside else name
         of_conf = _settings_of(group, name, None, inside)
@@ -89,7 +89,7 @@ def settings_source(
 def _settings_of(group: str, name: str, pair: str | None, inside: bool) -> dict[str, Any]:
     """The settings that conf/ has for a method or drafter, as `as_it_stands`, and name and size of its vocabulary.
 
-    `inside`: those of the drafter that its file wraps.
+    `inside`: whether to return those of the drafter that its file wraps.
     """
     chosen = as_it_stands(group, name, pair)
     chosen = chosen[WRAPPED] if inside else chosen

@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
     from specbench.data.questions import Question
 
-# A text of fewer words says little: it is found as a whole message alone, and as an answer not at all.
+# Texts of fewer words are too common: turns match only as a whole message, answers not at all.
 WORDS = 8
-# Signs of Chinese and Japanese, which have no spaces.
+# Characters of Chinese and Japanese, which are written without spaces.
 SIGNS = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
 WORD = re.compile(rf"[{SIGNS}]|[^\W{SIGNS}]+")
-# The setting that names the text of a drafter's memory, and the name of that text's record among those of what a
-# drafter saw. A run refuses such a text where it holds a question: it needs no record of what it was cleared of.
+# The setting that names the text of a drafter's memory, and the key of that text's record among a drafter's training
+# records. A run refuses such a text if it holds a question, so no record of its clearing is needed.
 WARM = "warm"
 
 
@@ -62,12 +62,12 @@ class MeasuredTexts:
 
 
 class Screen:
-    """Looks through the conversations of a source for measured texts: once, however often the source is read.
+    """Searches the conversations of a source for measured texts: once, however often the source is read.
 
-    What is remembered are the numbers of those that hold one, so that a source may be larger than the memory.
+    It stores only the numbers of conversations that hold one, so that a source may be larger than the memory.
 
     Attributes:
-        left_out: the numbers of the conversations that hold one, of those that were read so far.
+        left_out: numbers of the conversations read so far that hold one.
         is_complete: whether all were read.
 
     Args:
@@ -117,12 +117,12 @@ class BenchmarkNgrams:
 
 
 def uncleared_lines(training: Mapping[str, Mapping], questions: str | None) -> list[str]:
-    """A line about each part whose text may hold measured questions: it was cleared of others, or nothing tells of any.
+    """A line about each part whose text may hold measured questions: it was cleared of others, or of unknown ones.
 
     Args:
         training: records of what the parts saw; `questions` of each stage is the sha256 of the file that its text was
             cleared of, null where that is not known.
-        questions: of the measured file; None: an older run does not tell.
+        questions: of the measured file; None for an older run, which does not record it.
     """
     if questions is None:
         return []
@@ -144,7 +144,7 @@ def uncleared_lines(training: Mapping[str, Mapping], questions: str | None) -> l
 
 
 def stages(record: Mapping) -> list[Mapping]:
-    """The stages of a training, the first one first; older records tell of the last one alone."""
+    """The stages of a training, the first one first; older records hold only the last one."""
     return [*record.get("earlier", []), record]
 
 

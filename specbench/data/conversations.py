@@ -28,10 +28,10 @@ ROLES = {
     "human": "user",
     **dict.fromkeys(("gpt", "chatgpt", "bing", "bard"), "assistant"),
 }  # ShareGPT's names
-HELD_OUT_EVERY = 50  # one conversation in so many is never trained on
+HELD_OUT_EVERY = 50  # one conversation in this many is never trained on
 SHUFFLED = 1024  # conversations that a draw is made from
 WAITING = 48  # rows to choose from when one is filled: about 3 % of a row stays empty
-SILENT_SECONDS = 2  # what takes longer shows how far it is
+SILENT_SECONDS = 2  # work that takes longer shows a progress bar
 
 Messages = list[dict]  # [{"role": ..., "content": ...}], with "complete": False for an answer that was cut
 Tokens = tuple[list[int], list[float]]  # ids, and the weight of each in the loss
@@ -42,21 +42,21 @@ _screens: dict[tuple[object, ...], Screen] = {}  # of this process, by source an
 def conversations(
     cfg: DictConfig, held_out: bool = False, epochs: int | None = None, needs_answers: bool = True
 ) -> Iterator[Messages]:
-    """Conversations in an order that `cfg.seed` draws; the held-out ones are disjoint from the others.
+    """Yields conversations in an order drawn with `cfg.seed`; the held-out ones are disjoint from the others.
 
-    They are endless, unless `epochs` says how often a file or data set is read; a pair's own have no end. Those with a
-    text of the benchmark `cfg.data` are left out; each is looked through once in a process, see `Screen`.
+    They are endless unless `epochs` limits how often a file or data set is read; a pair's own have no end. Those with a
+    text of the benchmark `cfg.data` are left out; a process searches each of them once, see `Screen`.
 
     Args:
         cfg: settings of what reads them. `conversations`: a JSON Lines file or the name of a data set on the hub, whose
             rows have `messages` ({role, content}) or ShareGPT's `conversations` ({from, value}); None for the pair's
             own (`pair.training`). `split`: of a data set. `pair`, `seed`, `data`, `task`.
-        held_out: whether the held-out ones are given, or the others.
-        epochs: how often a file or data set is read; None: again and again.
-        needs_answers: whether the assistant must say something in one of them.
+        held_out: whether to yield the held-out ones or the others.
+        epochs: how often a file or data set is read; None: endlessly.
+        needs_answers: whether at least one must contain an assistant's message.
 
     Raises:
-        UserError: there is no such source, a line of it is no conversation, or the assistant says nothing.
+        UserError: there is no such source, a line of it is no conversation, or no assistant's message is found.
     """
     measured = measured_texts(cfg)
 
@@ -82,12 +82,12 @@ def conversations(
 
 
 def measured_texts(cfg: DictConfig) -> MeasuredTexts | None:
-    """What no conversation may hold: the questions and reference answers of `cfg.data`; None where that is null."""
+    """The texts that no conversation may hold: questions and reference answers of `cfg.data`; None if that is null."""
     return None if cfg.get("data") is None else MeasuredTexts(file_questions(cfg.data, cfg.task))
 
 
 def screen_of(cfg: DictConfig, measured: MeasuredTexts, held_out: bool = False) -> Screen:
-    """What remembers which conversations of a source hold a measured text; of a file that has changed, a new one."""
+    """The screen of a source, shared within this process; a changed file gets a new one."""
     source: tuple[object, ...]
     if cfg.conversations is None:
         source = (str(cfg.pair.training), cfg.seed, held_out)
@@ -101,9 +101,9 @@ def screen_of(cfg: DictConfig, measured: MeasuredTexts, held_out: bool = False) 
 
 
 def count_left_out(cfg: DictConfig) -> int | None:
-    """Counts, and says, how many conversations of a file are left out.
+    """Counts and prints how many conversations of a file are left out.
 
-    None where `cfg.data` is null, and of a data set on the hub and a pair's own text, which are not read to their end.
+    None if `cfg.data` is null, or for a data set on the hub and a pair's own text, which are not read to the end.
     """
     measured = measured_texts(cfg)
     if measured is None or cfg.conversations is None or not is_file(cfg.conversations):
@@ -117,17 +117,17 @@ def count_left_out(cfg: DictConfig) -> int | None:
 
 
 def watched(items: Iterable[Item], label: str, unit: str = "conversation") -> Iterable[Item]:
-    """The same, with a bar that shows how far it is where that takes long."""
+    """The same items, with a progress bar if they take long."""
     return tqdm(items, desc=label, unit=unit, delay=SILENT_SECONDS, leave=False)
 
 
 def check_conversations(cfg: DictConfig) -> None:
-    """Checks the source of conversations, and looks for the questions that they must not hold.
+    """Checks the source of conversations and the file of the questions that they must not hold.
 
-    Where these are not here and cannot be fetched, a line says so and `cfg.data` becomes null: nothing is left out.
+    If that file is missing and cannot be fetched, it prints a warning and sets `cfg.data` to null: nothing is left out.
 
     Raises:
-        UserError: there is no such source, or the questions are not what `cfg.data` says.
+        UserError: there is no such source, or the questions do not match `cfg.data`.
     """
     check_source(cfg.conversations, cfg.pair)
     if cfg.get("data") is None:
@@ -140,7 +140,7 @@ def check_conversations(cfg: DictConfig) -> None:
 
 
 def check_source(source: str | None, pair_cfg: DictConfig) -> None:
-    """Checks as much of a source as takes no weights: that there is one, and the first row of a file.
+    """Checks a source as far as possible without weights: that it exists, and the first row of a file.
 
     Args:
         source: a file or data set; None: a pair's own text.
@@ -159,7 +159,7 @@ def check_source(source: str | None, pair_cfg: DictConfig) -> None:
 
 
 def own_text(pair_cfg: DictConfig, seed: int, held_out: bool = False) -> Iterator[Messages]:
-    """A pair's own conversations (`pair.training`), without end. Raises UserError where it brings none."""
+    """A pair's own conversations (`pair.training`), without end. Raises UserError if it has none."""
     check_source(None, pair_cfg)
     from hydra.utils import instantiate  # late: the check of a GPU, which reads methods, does without
 
@@ -183,9 +183,12 @@ def read(source: str, split: str = "train") -> Iterator[Messages]:
                 if not line.strip():
                     continue
                 try:
-                    yield parse(json.loads(line))
+                    messages = parse(json.loads(line))
+                    if b"\\u" in line:  # half of a surrogate pair is JSON, and no text
+                        "".join(message["content"] for message in messages).encode()
                 except (ValueError, KeyError, TypeError) as error:
                     raise UserError(f"{source}, line {number}: {no_conversation(error)}") from error
+                yield messages
         return
     from datasets import load_dataset  # late: it takes a second
 
@@ -201,7 +204,7 @@ def read(source: str, split: str = "train") -> Iterator[Messages]:
 
 
 def no_conversation(error: Exception) -> str:
-    """What is wrong with a row that `parse` refuses: it has another form, or is no JSON at all."""
+    """Describes why `parse` refuses a row: it has another form, or is no JSON at all."""
     if isinstance(error, KeyError | TypeError):
         return (
             'not a conversation: it needs "messages" of {role, content}, or "conversations" of {from, value}'
@@ -210,14 +213,14 @@ def no_conversation(error: Exception) -> str:
 
 
 def parse(row: dict) -> Messages:
-    """The messages of one row in either form. KeyError or TypeError for another form.
+    """The messages of one row in either form. Raises KeyError or TypeError for another form.
 
-    Templates want user and assistant in turn: answers to nothing at the beginning are dropped, and what follows a
-    message out of turn, or without text, is cut off. An introduction by the system stays. `complete: false` marks an
-    answer that was cut at its cap.
+    Templates require user and assistant to alternate: leading answers are dropped, and the conversation ends before a
+    message out of turn or without text. A leading system message is kept. `complete: false` marks an answer that was
+    cut at its cap.
     """
     if "messages" in row:
-        # Null where a table has a column of it: as if it were not there.
+        # Null in a table that has the column: the same as a missing key.
         messages = [(m["role"], m["content"], m.get("complete") is not False) for m in row["messages"]]
     else:
         messages = [(ROLES.get(m["from"], m["from"]), m["value"], True) for m in row["conversations"]]
@@ -236,7 +239,7 @@ def parse(row: dict) -> Messages:
 
 
 def shuffled(rows: Iterable, rng: random.Random) -> Iterator:
-    """Every row once, each drawn from the `SHUFFLED` that come next."""
+    """Yields every row once, each drawn from the next `SHUFFLED` ones."""
     rows = iter(rows)
     waiting = list(islice(rows, SHUFFLED))
     for row in rows:
@@ -248,7 +251,7 @@ def shuffled(rows: Iterable, rng: random.Random) -> Iterator:
 
 
 def check_prompt_weight(prompt_weight: float) -> None:
-    """Raises UserError for a weight of 1 or more: what the assistant says is known by its weight."""
+    """Raises UserError for a weight of 1 or more: the weight 1 identifies the assistant's tokens."""
     if prompt_weight >= 1:
         raise UserError(
             f"prompt_weight must be less than 1, the weight of what the assistant says, not {prompt_weight}"
@@ -258,11 +261,11 @@ def check_prompt_weight(prompt_weight: float) -> None:
 def tokenizer_of(pair: Pair, prompt_weight: float = 0.0) -> Callable[[Messages], list[Tokens]]:
     """Makes a function that turns messages into rows of ids, as the pair prompts them, each with its weight.
 
-    The weight is 1 for what the assistant says, with its stop token unless the answer was cut; `prompt_weight` for the
-    rest; 0 for the first id, which nothing predicts.
+    The weight is 1 for the assistant's tokens, including the stop token unless the answer was cut; `prompt_weight` for
+    the rest; 0 for the first id, which is never predicted.
 
-    One row holds the whole conversation, unless the template writes earlier turns anew (Qwen3 drops what was thought):
-    then a row begins with each turn that does not continue the last one, and counts the answers from there on.
+    One row holds the whole conversation, unless the template rewrites earlier turns (Qwen3 drops reasoning): then each
+    turn that does not continue the last one begins a new row, in which only the answers from there on count.
 
     Raises:
         UserError: as `check_prompt_weight`.
@@ -294,7 +297,7 @@ def tokenizer_of(pair: Pair, prompt_weight: float = 0.0) -> Callable[[Messages],
 def end_of_answer(pair: Pair) -> list[int]:
     """The stop token that the template writes after an answer, which need not be the tokenizer's own (GLM-4, Gemma).
 
-    Where the template writes none there, the tokenizer's, or else any that the pair has; [] where it has none.
+    If the template writes none, it is the tokenizer's, or else any that the pair has; [] if there is none.
     """
     talk = [("user", "Is it?"), ("assistant", "Yes."), ("user", "Why?")]
     messages = [{"role": role, "content": text} for role, text in talk]
@@ -307,7 +310,7 @@ def end_of_answer(pair: Pair) -> list[int]:
 
 
 def packed_rows(rows: Iterable[Tokens], length: int, pad_id: int) -> Iterator[Tokens]:
-    """Rows of exactly `length` made of whole ones; longer ones are left out."""
+    """Yields rows of exactly `length`, packed from whole rows; longer rows are left out."""
     stream = iter(rows)
     waiting: list[Tokens] = []
     exhausted = False

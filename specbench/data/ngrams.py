@@ -16,6 +16,6 @@ def ngrams(items: Sequence[T], n: int) -> Iterator[tuple[T, ...]]:
 
 
 def distinct_share(items: Sequence, n: int = 4) -> float:
-    """The share of the n-grams of some items that do not occur earlier; 1 where there are none."""
+    """The share of the n-grams of some items that do not occur earlier; 1 if there are none."""
     counted = list(ngrams(items, n))
     return len(set(counted)) / len(counted) if counted else 1.0

@@ -62,7 +62,7 @@ def read_turns(path: Path, placeholder: str | None = None) -> list[Question]:
 
     Args:
         path: a JSON Lines or Parquet file.
-        placeholder: how a turn begins whose text its benchmark may not pass on; null: there are none.
+        placeholder: prefix of a turn whose text its benchmark may not redistribute; null: there are none.
 
     Returns:
         The questions, in the order of the file. An id that is missing, or no number from 0 to `LARGEST_ID`, becomes the
@@ -78,7 +78,7 @@ def read_turns(path: Path, placeholder: str | None = None) -> list[Question]:
 
 
 def _json_lines(path: Path) -> Iterator[tuple[int, str, dict]]:
-    """(number, where it is, fields) of each line that is not blank."""
+    """Yields (number, location, fields) of each line that is not blank."""
     # Not splitlines(): JSON strings may hold other line separators, such as U+2028.
     for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
         if not line.strip():
@@ -162,14 +162,14 @@ def _open(fields: dict, number: int, file: str, placeholder: str | None, where: 
             f"{where}: a placeholder instead of the question: its text may not be passed on; let the benchmark's own "
             "script prepare the file, then give its folder as data.path"
         )
-    # In whatever form: it is not asked, but drafters must not have seen it.
+    # Accepted in any form: it is not asked, but drafters must not have seen it.
     reference = fields.get("reference")
     answers = [reference] if isinstance(reference, str) else reference
     return Question(identifier, category, turns, answers if isinstance(answers, list) else None, category)
 
 
 def _is_id(value: object) -> bool:
-    """Whether a question can have such a number: seeds are made of it, and tables hold 64 bits."""
+    """Whether a value is valid as a question's number: seeds are made of it, and tables hold 64 bits."""
     return type(value) is int and 0 <= value <= LARGEST_ID
 
 

@@ -22,7 +22,7 @@ DOWNLOAD_TIMEOUT_SECONDS = 30
 WARMUP = "specbench/tiny/warmup.jsonl"
 SPEC_BENCH, TURNS = SCHEMAS = ("spec_bench", "turns")  # see question_files
 SUFFIXES = (".jsonl", PARQUET)
-EVERY = "all"  # the task that asks for all that the file has
+EVERY = "all"  # the task that selects all tasks of the file
 
 
 class MissingQuestionsError(UserError):
@@ -32,10 +32,10 @@ class MissingQuestionsError(UserError):
 def load_questions(data: Mapping, task: Mapping) -> list[Question]:
     """The questions of a run in the order of the file: those of the task, at most `data.limit` per task.
 
-    `task.tasks` maps each task to its categories. `task.name` is one of them, which alone is asked, or "all".
-    In the schema `turns` the file's own categories are the tasks. A limit takes from the categories of a task in turn,
-    so that each counts. `data.turns` leaves out later turns. Raises UserError for a file that is missing or malformed,
-    for a task that there is not, and when no question is left.
+    `task.tasks` maps each task to its categories. `task.name` is the only one of them to ask, or "all". In the schema
+    `turns` the file's own categories are the tasks. A limit takes from the categories of a task in turn, so that all
+    are represented. `data.turns` leaves out later turns. Raises UserError if the file is missing or malformed, the task
+    does not exist, or no question is left.
     """
     path = find_questions_file(data)
     questions = file_questions(data, task, path)
@@ -98,12 +98,12 @@ def find_questions_file(data: Mapping) -> Path:
 
 
 def questions_sha256(data: Mapping) -> str:
-    """Hex digest of the file of `data`, which tells benchmarks apart. Raises UserError."""
+    """Hex digest of the file of `data`, which identifies the benchmark. Raises UserError."""
     return file_sha256(find_questions_file(data))
 
 
 def _tasks(questions: list[Question], data: Mapping, task: Mapping) -> list[str]:
-    """The tasks that are asked."""
+    """Names of the tasks to ask."""
     name = task["name"]
     tasks = task["tasks"]
     if data.get("schema") == TURNS:
@@ -166,7 +166,7 @@ def _download(data: Mapping, path: Path, variable: str) -> None:
     """Fetches `data.url` to `path`; the file appears there complete and checked, or not at all."""
     ways = f"set {variable}=FILE or data.path=FILE"
     if not data["url"]:
-        if data.get("placeholder"):  # as a text begins that is not prepared
+        if data.get("placeholder"):  # the benchmark's script must prepare its texts
             raise UserError(
                 f"data={data['name']} has no folder of questions: set {variable}=FOLDER or data.path=FOLDER, which the "
                 "benchmark's own script prepares (docs/questions.md)"

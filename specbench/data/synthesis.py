@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 PROSE_WORDS = range(40, 201)  # of an answer that templates may quote
 CODE = "```"
-LOOP = 16  # tokens in a row that were said before, in the same order, are a loop
+LOOP = 16  # consecutive 4-grams of tokens that occurred before make a loop
 FIELD = re.compile(r"\{(\w+)\}")
 # What templates may hold beside the names of kinds.
 TEXT, OTHER, QUESTION, SENTENCE, NUMBER = "text", "other", "question", "sentence", "number"
@@ -72,7 +72,7 @@ class Kind:
 
 
 def kinds_of(cfg: Mapping) -> list[Kind]:
-    """The kinds of a configuration that are asked for at all.
+    """The kinds of a configuration that have a share above 0.
 
     Raises:
         UserError: there is none, a setting is wrong, or a template has a field that nothing fills.
@@ -91,7 +91,7 @@ def kinds_of(cfg: Mapping) -> list[Kind]:
 
 
 class Material:
-    """What a target wrote before, for the fields of templates.
+    """Earlier texts of a target, for the fields of templates.
 
     `{text}` is an answer in prose and `{question}` what it answers, `{other}` another such answer, `{sentence}` its
     first sentence, `{number}` a whole number, drawn anew each time. The name of a kind is an answer of that kind.
@@ -102,13 +102,13 @@ class Material:
         self._answers: defaultdict[str, list[str]] = defaultdict(list)
 
     def add(self, kind: str, question: str, answer: str) -> None:
-        """Takes a complete answer."""
+        """Adds a complete answer."""
         self._answers[kind].append(answer)
         if len(answer.split()) in PROSE_WORDS and CODE not in answer:
             self._prose.append((question, answer))
 
     def fill(self, template: str, rng: random.Random) -> str | None:
-        """The template with its fields filled; None while something for one of them was not written yet."""
+        """The template with its fields filled; None while material for one of them is missing."""
         names = set(FIELD.findall(template))
         needed = 2 if OTHER in names else int(bool(names & {TEXT, QUESTION, SENTENCE}))
         if len(self._prose) < needed:
@@ -136,14 +136,14 @@ def first_sentence(text: str) -> str:
 
 @dataclass
 class Filters:
-    """Says why a question or an answer is not kept.
+    """Decides whether a question or an answer is kept, and gives the reason if not.
 
     Attributes:
-        distinct: least share of the 4-grams of tokens that do not occur earlier in the text: below, it is a loop.
+        distinct: least share of token 4-grams that do not occur earlier in the text; below it, the text is a loop.
         ascii: least share of ASCII characters; 0 for other languages than English and its neighbours.
         question_words: fewest words of a question.
         answer_tokens: fewest tokens of an answer.
-        benchmark: what no message may share a run of words with; None: not looked for.
+        benchmark: n-grams that no message may contain; None: not searched for.
         seen: questions so far.
     """
 
@@ -155,7 +155,7 @@ class Filters:
     seen: set[tuple[str, ...]] = field(default_factory=set)
 
     def question(self, text: str, ids: Sequence[int]) -> str | None:
-        """Why a question is not kept, None if it is; it is then remembered.
+        """Returns why a question is dropped, or None if it is kept; a kept question is remembered.
 
         Args:
             text: of the question.
@@ -172,7 +172,7 @@ class Filters:
         return None
 
     def remember(self, question: str) -> None:
-        """Takes a question as asked: the same words are not kept again."""
+        """Records a question as asked: the same words are not kept again."""
         self.seen.add(words_of(question))
 
     def forget(self, question: str) -> None:
@@ -180,7 +180,7 @@ class Filters:
         self.seen.discard(words_of(question))
 
     def answer(self, text: str, ids: Sequence[int]) -> str | None:
-        """Why an answer is not kept, None if it is; arguments as of `question`."""
+        """Returns why an answer is dropped, or None if it is kept; arguments as in `question`."""
         if len(ids) < self.answer_tokens:
             return "short answer"
         return None if (reason := self._of_text(text, ids)) is None else f"answer: {reason}"
@@ -196,7 +196,7 @@ class Filters:
 
 
 def loop_start(ids: Sequence[int]) -> int | None:
-    """Tokens in front of the first `LOOP` 4-grams in a row that occurred before; None where a text has no such run."""
+    """Number of tokens before the first run of `LOOP` repeated 4-grams; None if there is no such run."""
     seen: set[tuple[int, ...]] = set()
     repeated = 0
     for end, ngram in enumerate(ngrams(ids, 4), 4):

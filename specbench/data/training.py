@@ -37,19 +37,19 @@ if TYPE_CHECKING:
 Batch = dict[str, torch.Tensor]
 
 LOG, CONDITIONS, RECORD = "train_log.jsonl", "conditions.json", "training.json"
-DATASTORE = "datastore.json"  # the record of a part that is no weights, but a text to look things up in
-STATES = "states.json"  # the record of a target's states that were stored
-# Settings that a training may go on with when they have changed; the text counts, not where it lies.
+DATASTORE = "datastore.json"  # the record of a part that is a text to look up in, not weights
+STATES = "states.json"  # the record of a target's stored states
+# Settings that may change before a training resumes; of the text, only the content matters, not the path.
 FREE = ("out", "save_every", "save_dtype", "conversations", "states", "data", "task")
-# Of the pair, what decides where and how fast, and which parts were trained so far.
+# Likewise, keys of the pair: those for device and speed, and the parts trained so far.
 FREE_OF_PAIR = ("parts", "limit", "max_new_tokens", "graphs", "compile", "device", "device_map")
 PLAIN = ("NO", "MULTI_GPU", "MULTI_CPU")  # accelerate's names
-WARMUP = 20  # the learning rate rises in one of so many steps
-WRITE_ERRORS = (OSError, SafetensorError)  # where a disk is full, or may not be written
+WARMUP = 20  # the learning rate rises over 1 / WARMUP of the steps
+WRITE_ERRORS = (OSError, SafetensorError)  # for a full or read-only disk
 
 
 def adamw(module: torch.nn.Module, cfg: DictConfig) -> list[torch.optim.Optimizer]:
-    """AdamW for all that is trained."""
+    """AdamW for all trainable parameters."""
     parameters = [p for p in module.parameters() if p.requires_grad]
     return [torch.optim.AdamW(parameters, lr=cfg.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)]
 
@@ -71,20 +71,20 @@ def train(
     optimizers: Callable[[torch.nn.Module, DictConfig], Sequence[torch.optim.Optimizer]] = adamw,
     rate: Callable[[int, int], float] = rise_and_fall,
 ) -> Path:
-    """Trains `module` in place, as conf/train.yaml says.
+    """Trains `module` in place, as configured in conf/train.yaml.
 
-    A step divides the loss by the weight of all batches in it, of every process, so that each token counts the same. A
-    training that was stopped goes on from its last state with the batch that follows; one that is finished is not made
-    again. What it saw and what came out is written beside the result (`RECORD`), last.
+    A step divides the loss by the weight of its batches in all processes, so that each token counts the same. A stopped
+    training resumes from its last state with the next batch; a finished one is not repeated. A record of its data and
+    figures (`RECORD`) is written last, beside the result.
 
     Args:
         module: batch -> the sum of the weighted losses.
         batches: called with `start` and `stride`: every `stride`th of endless batches, from the batch `start` on.
         evaluate: returns figures on held-out text; called and logged whenever a state is saved, and at the end.
-        save: writes what was trained with its figures to a folder; of several processes one alone calls it.
+        save: writes the trained module with its figures to a folder; called by only one of several processes.
         cfg: settings of the trainer.
         begins: what `module` is before the first step, for the record.
-        earlier: folder of what it begins as, if that was trained here: its stages become part of the record.
+        earlier: folder of the initial weights if they were trained here: their stages become part of the record.
         optimizers: makes the optimizers of a module.
         rate: (step, steps) -> share of each optimizer's learning rate.
 
@@ -133,7 +133,7 @@ def _steps(
     optimizers: Callable[[torch.nn.Module, DictConfig], Sequence[torch.optim.Optimizer]],
     rate: Callable[[int, int], float],
 ) -> dict[str, float]:
-    """All steps that are left; returns the last figures."""
+    """Runs the remaining steps; returns the last figures."""
     out = Path(cfg.out)
     checkpoints = out / "checkpoints"
     parameters = [p for p in module.parameters() if p.requires_grad]
@@ -201,7 +201,7 @@ def _check_kind(accelerator: Accelerator) -> None:
 
 
 def _save_state(accelerator: Accelerator, checkpoints: Path, began_with: dict[str, Any], step: int) -> None:
-    """Writes a state to go on from, in the place of the one before."""
+    """Writes a state to resume from, in place of the previous one."""
     with _write_errors(checkpoints, (*WRITE_ERRORS, RuntimeError)):  # the last one is torch's
         accelerator.save_state(str(checkpoints / "state.new"))
     accelerator.wait_for_everyone()
@@ -221,7 +221,7 @@ def _record(
     begins: str,
     earlier: list[dict],
 ) -> dict:
-    """What a training saw and what came out: two that are to be compared must have seen the same, over all stages."""
+    """The record of a training's data and figures; only trainings on the same data, over all stages, are comparable."""
     tokens = cfg.steps * cfg.accumulate * processes * cfg.batch_size * cfg.length
     return {
         "begins": begins,
@@ -242,7 +242,7 @@ def _record(
 
 
 def stages_of(folder: str | Path | None) -> list[dict]:
-    """The records of all stages of what lies in a folder, the first one first; [] where none tells."""
+    """The records of all training stages of a folder's content, the first one first; [] if there are none."""
     path = None if folder is None else packaged(folder) / RECORD
     if path is None or not path.is_file():
         return []
@@ -251,7 +251,7 @@ def stages_of(folder: str | Path | None) -> list[dict]:
 
 
 def data_of(cfg: DictConfig) -> str:
-    """What identifies a training's text: a file's sha256, a data set's name and split, or a stream's settings."""
+    """Identifies a training's text: a file's sha256, a data set's name and split, or a stream's settings."""
     if cfg.conversations is None:
         settings = plain(cfg.pair.training)
         name = settings.pop("_target_")
@@ -263,7 +263,7 @@ def data_of(cfg: DictConfig) -> str:
 
 
 def training_pair(pair_cfg: DictConfig) -> DictConfig:
-    """The pair as trainers load it: in bfloat16 where it is float16, in which gradients through the head vanish."""
+    """The pair as trainers load it: in bfloat16 instead of float16, in which gradients through the head vanish."""
     from omegaconf import OmegaConf  # late: as in `conversations`
 
     changed = {"dtype": "bfloat16"} if pair_cfg.dtype == "float16" else {}
@@ -276,12 +276,12 @@ def questions_of(cfg: DictConfig) -> str | None:
 
 
 def _stored_states(cfg: DictConfig) -> dict[str, Any] | None:
-    """The record of the states that a training reads; None where it computes them."""
+    """The record of the states that a training reads; None if it computes them."""
     return None if cfg.get("states") is None else read_json(Path(cfg.states) / STATES)
 
 
 def _left_out(cfg: DictConfig) -> int | None:
-    """How many conversations were left out of what a training reads; None where that was not counted."""
+    """Number of conversations left out of a training's text; None if that was not counted."""
     record = _stored_states(cfg)
     return count_left_out(cfg) if record is None else record.get("left_out")
 
@@ -305,9 +305,9 @@ def _accumulated(
 def _use_threads(
     requested_threads: int | None, accelerator: Accelerator, module: torch.nn.Module, batch: Batch
 ) -> Threads:
-    """Sets torch's threads for a training that begins: as requested, or as many as a step on `batch` is fastest with.
+    """Sets torch's threads for a new training: as requested, or the number with which a step on `batch` is fastest.
 
-    Several processes would disturb each other's measurement: they take what torch gives them.
+    Several processes would disturb each other's measurement: they keep torch's default.
     """
 
     def work() -> None:
@@ -321,7 +321,7 @@ def _use_threads(
 
 @contextmanager
 def _write_errors(folder: Path, kinds: tuple[type[Exception], ...]) -> Iterator[None]:
-    """Turns errors of such kinds, which writing to a folder causes, into a UserError."""
+    """Turns errors of these kinds, raised while writing to a folder, into a UserError."""
     try:
         yield
     except kinds as error:
@@ -346,24 +346,24 @@ def _replace(checkpoints: Path, step: int) -> None:
 
 
 def conditions(cfg: DictConfig) -> dict[str, Any]:
-    """What must be the same for a training to go on where it stopped: its settings, and the text that it reads."""
+    """The settings and the text, which must be the same for a training to resume."""
     settings = {key: value for key, value in plain(cfg).items() if key not in FREE}
     settings["pair"] = {key: value for key, value in settings["pair"].items() if key not in FREE_OF_PAIR}
     states = _stored_states(cfg)
     text = {
         "conversations": data_of(cfg),
         "questions": questions_of(cfg) if states is None else states.get("questions"),
-        # Its rows come in another order, and the target's distributions are cut to so many tokens.
+        # Stored states have another order of rows, and keep only the `top` tokens of the target's distributions.
         "states": None if states is None else {key: states.get(key) for key in ("precision", "rows", "top")},
     }
     return settings | text | {"processes": int(os.environ.get("WORLD_SIZE", 1))}
 
 
 def is_finished(cfg: DictConfig) -> bool:
-    """Whether the folder of a training holds its result, which is then printed.
+    """Whether the folder of a training holds its result; prints the folder if so.
 
     Raises:
-        UserError: it holds the result of another one, or a part of one, or a model that no training has made.
+        UserError: it holds the result of another training, an incomplete result, or a model that no training has made.
     """
     out = Path(cfg.out)
     if not (out / RECORD).exists():
@@ -390,16 +390,16 @@ def is_finished(cfg: DictConfig) -> bool:
 
 
 def check_stopped(cfg: DictConfig) -> None:
-    """Raises UserError where the folder of a training holds a state of another one, before weights are loaded."""
+    """Raises UserError if the folder of a training holds a state of another one; for use before weights are loaded."""
     state = _newest_state(Path(cfg.out) / "checkpoints")
     if state is not None:
         _check_same(state.parent, state / CONDITIONS, conditions(cfg))
 
 
 def _check_same(folder: Path, file: Path, now: dict[str, Any]) -> dict[str, Any]:
-    """The conditions in a file. Raises UserError where they are not those of a training."""
+    """Returns the conditions in a file. Raises UserError if they differ from `now`."""
     then = read_json(file)
-    if isinstance(then.get("pair"), dict):  # older files have all of it
+    if isinstance(then.get("pair"), dict):  # older files hold the whole pair
         then["pair"] = {key: value for key, value in then["pair"].items() if key not in FREE_OF_PAIR}
     keys = sorted((then.keys() | now.keys()) - {"torch_threads"})
     differing = [key for key in keys if then.get(key) != now.get(key)]
@@ -422,29 +422,29 @@ def _check_same(folder: Path, file: Path, now: dict[str, Any]) -> dict[str, Any]
 
 
 def saved(cfg: DictConfig) -> str | None:
-    """Where a training that is stopped goes on; None: it begins anew."""
+    """Where a stopped training resumes; None if it starts over."""
     state = _newest_state(Path(cfg.out) / "checkpoints")
     return None if state is None else f"step {_steps_of(state)}"
 
 
 def _newest_state(checkpoints: Path) -> Path | None:
-    """The newest whole state of a stopped training; None where there is none."""
+    """The newest complete state of a stopped training; None if there is none."""
     return max(checkpoints.glob("state-*"), key=_steps_of, default=None)
 
 
 def _steps_of(state: Path) -> int:
-    """The steps that a state has seen."""
+    """Number of steps that led to a state."""
     return int(state.name.removeprefix("state-"))
 
 
 def _resume(accelerator: Accelerator, checkpoints: Path, now: dict[str, Any]) -> int:
-    """Loads the newest whole state, if there is one, with its number of threads, which changes the rounding of sums.
+    """Loads the newest complete state, if any, and sets its number of threads, which affects the rounding of sums.
 
     Returns:
-        The steps that it has seen; 0 where there is none.
+        Number of steps that led to it; 0 if there is none.
 
     Raises:
-        UserError: that training was another one.
+        UserError: it is the state of another training.
     """
     state = _newest_state(checkpoints)
     if state is None:

@@ -56,10 +56,10 @@ def check_warm(drafting: Mapping, data: Mapping, task: Mapping) -> None:
 
 
 def warm_rows(file: str, pair: Pair) -> Iterator[Tokens]:
-    """The conversations of a file as the pair prompts them, row by row: ids, and weights that tell the answers.
+    """The conversations of a file as the pair prompts them, row by row: ids, and weights that mark the answers.
 
     Args:
-        file: as the setting names it.
+        file: path in the setting.
         pair: with tokenizer and template.
 
     Raises:
@@ -73,7 +73,7 @@ def warm_rows(file: str, pair: Pair) -> Iterator[Tokens]:
 
 
 def warm_answers(file: str, pair: Pair) -> Iterator[list[int]]:
-    """What the assistant says in a file, each answer with its stop token; see `warm_rows`."""
+    """Yields the assistant's answers in a file, each with its stop token; see `warm_rows`."""
     for ids, weights in warm_rows(file, pair):
         for by_assistant, part in groupby(zip(ids, weights), key=lambda one: one[1] > 0):
             if by_assistant:
@@ -81,7 +81,7 @@ def warm_answers(file: str, pair: Pair) -> Iterator[list[int]]:
 
 
 def warm_record(drafting: Mapping, pair: Pair) -> dict[str, dict[str, Any]]:
-    """What the file of a drafter's memory is, for the run's record; {} where there is none.
+    """Describes the file of a drafter's memory, for the run's record; {} if there is none.
 
     Returns:
         By `WARM`: its source, its checksum as `data`, and its tokens.
@@ -104,5 +104,5 @@ def warm_lines(training: Mapping[str, Mapping]) -> list[str]:
 
 
 def warmed_with(record: Mapping) -> str:
-    """Which file, in words."""
+    """Names the file, in words."""
     return f"warmed with {Path(record['source']).name}"

@@ -1,8 +1,8 @@
 """Which draft tokens survive. Every method uses these rules, so that losslessness is proved once.
 
-Greedy, and tokens that were drafted without chance: the target chooses a token at every node, and a draft token
-survives while it is that very token. When sampling, the target's choices are draws with the numbers of their positions,
-so that the text is that of plain sampling.
+Greedy decoding, and tokens drafted without chance: the target chooses a token at every node, and a draft token survives
+while it equals that token. When sampling, the target's choices are drawn with the numbers of their positions, so that
+the text is that of plain sampling.
 
 Tokens that were drawn: speculative sampling (Leviathan et al. 2023, algorithm 1; Chen et al. 2023, algorithm 2). A
 draft token x is kept with probability min(1, p(x)/q(x)); after the first rejection the next token is drawn from
@@ -10,10 +10,10 @@ norm(max(p - q, 0)) over the full vocabulary, so a drafter whose support is a pa
 tree the children of a node are tried one after the other (SpecInfer, Miao et al. 2024, algorithm 2). A chain may be
 judged as a whole instead: block verification (Sun et al. 2024, algorithm 2) keeps at least as many tokens on average.
 
-One rule is lossy and is there as a control, which the certificate must find: typical acceptance (Cai et al. 2024,
-section 2.3.2) keeps what the target finds likely enough, whether or not it is its own choice.
+One rule is lossy and serves as a control that the certificate must detect: typical acceptance (Cai et al. 2024, section
+2.3.2) keeps tokens that the target finds likely enough, even if they are not its own choice.
 
-Everything is for a batch of b sequences, without a loop over them or over the nodes of a tree, and without a wait.
+All functions handle a batch of b sequences, without loops over sequences or tree nodes and without waiting.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Accepted:
 
     Attributes:
         count: [b] draft tokens kept.
-        tokens: [b, 1 + k] that begin with the kept ones and the target's token that follows; the rest is of no use.
+        tokens: [b, 1 + k] the kept tokens, then the target's own token; the rest is unused.
         path: for a tree [b, k], of which the first `count` are the indices of the kept nodes from the root down; None
             for a chain.
     """
@@ -90,7 +90,7 @@ def accept(
 def outcome(
     tokens: torch.Tensor, count: torch.Tensor, following: torch.Tensor, path: torch.Tensor | None = None
 ) -> Accepted:
-    """The outcome where `count` of the draft's tokens [b, k] are kept, those on `path` if they are a tree."""
+    """The outcome if `count` of the draft's tokens [b, k] are kept, those on `path` for a tree."""
     accepted_tokens = tokens if path is None else tokens.gather(1, path.clamp(max=tokens.shape[1] - 1))
     steps, next_ = torch.arange(1 + tokens.shape[1], device=tokens.device), following.unsqueeze(1)
     new = torch.where(steps == count.unsqueeze(1), next_, torch.cat([accepted_tokens, next_], dim=1))
@@ -109,7 +109,7 @@ def _accept_tree(
     parents, depths = tree.parents.expand(b, -1), tree.depths.expand(b, -1)
     if uniforms is None or draft.probs is None:
         numbers = None
-        if uniforms is not None:  # a node of depth d stands d positions after the pending token
+        if uniforms is not None:  # a node of depth d is d positions after the pending token
             numbers = uniforms[..., TARGET].gather(1, tree.offsets().expand(b, -1))
         choices, _ = decoding.select(logits, numbers)
         fits = choices.gather(1, parents + 1) == draft.tokens
@@ -154,12 +154,12 @@ def greedy_chain(
         tokens: [..., k] the draft.
         valid_mask: [..., k], which of the tokens were drafted at all; None for all of them.
     """
-    # What is kept are choices of the target, too.
+    # Kept draft tokens equal the target's choices.
     return Accepted(leading(choices[..., :-1] == tokens, valid_mask), choices)
 
 
 def leading(fits: torch.Tensor, valid_mask: torch.Tensor | None) -> torch.Tensor:
-    """How many tokens [...] from the first on fit: of [..., k], and of those that `valid_mask` lets be accepted."""
+    """Number of leading tokens [...] that fit, of [..., k]; those outside `valid_mask` do not."""
     return (fits if valid_mask is None else fits & valid_mask).cumprod(-1).sum(-1)
 
 
@@ -200,7 +200,7 @@ def sampled_chain(
     # One row of q is needed: with a vocabulary of 150,000 ids a tensor of all rows takes longer than all the rest.
     last = count.clamp(max=k - 1)
     draft_row = _row(draft_probs, last)
-    # Where nothing was drafted, after the draft's end, the next token is drawn from p.
+    # After the draft's end, where nothing was drafted, the next token is drawn from p.
     drafted = count < k
     if valid_mask is not None:
         drafted = drafted & _at(valid_mask, last)
@@ -228,7 +228,7 @@ def block_chain(
 def block_chances(
     probs: torch.Tensor, tokens: torch.Tensor, draft_probs: torch.Tensor, valid_mask: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What block verification tests each prefix of a draft with; arguments are those of `sampled_chain`.
+    """The chances of each prefix of a draft in block verification; arguments are those of `sampled_chain`.
 
     With p_i the ratio of the target's to the draft's probability of the first i tokens, cut at 1 after each of them,
     the chance of prefix i is A / (A + 1 - p_i), where A = sum of max(p_i p - q, 0) over the next token; q is 0 after
@@ -256,9 +256,9 @@ def _row(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 
 def residual(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """max(p - q, 0) [..., vocab], not normalised. Where nothing is left of it (p equals q), p itself.
+    """max(p - q, 0) [..., vocab], not normalised; p itself if that is 0 everywhere (p equals q).
 
-    NaN in p or q stays NaN, so that the draw from it fails instead of giving some token.
+    NaN in p or q stays NaN, so that the draw from it fails instead of returning an arbitrary token.
     """
     rest = (p - q).clamp_(min=0.0)
     return torch.where(rest.sum(-1, keepdim=True) == 0, p, rest)
@@ -294,13 +294,13 @@ def sampled_tree(
     uniforms: torch.Tensor,
     valid_mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Walks down trees of drawn tokens.
+    """Accepts a path in each tree of drawn tokens.
 
-    Each child must have been drawn from its own row of `draft_probs`. The row may depend on the node's children before
-    it: it is the same for all of them where draws are independent (SpecInfer), and lacks the tokens that are there
-    already where they are without replacement (Sequoia, Chen et al. 2024). Each rejected child takes its share out of p
-    before the next one is tried. What happens at a node does not depend on how it was reached, so all nodes are tried
-    at once, first their first children, then their second ones.
+    Each child must have been drawn from its own row of `draft_probs`. The row may depend on the siblings before it:
+    with independent draws it is the same for all of them (SpecInfer), without replacement it lacks the tokens of the
+    earlier ones (Sequoia, Chen et al. 2024). The share of each rejected child is subtracted from p before the next one
+    is tried. The outcome at a node does not depend on how it was reached, so all nodes are tried at once: first their
+    first children, then their second ones.
 
     Args:
         probs: [b, k + 1, vocab] the target's distributions.
@@ -322,7 +322,7 @@ def sampled_tree(
     taken = torch.zeros_like(tried)
     for turn in range(k if tree.max_children is None else tree.max_children):
         now = (order == turn) & tried
-        # The child of each node that it is the turn of; k where there is none.
+        # The child of each node to try now; k if there is none.
         child = torch.full((b, k + 2), k, device=tokens.device)
         child.scatter_(
             1, parents.masked_fill(~now, k + 1), torch.arange(k, device=tokens.device).expand(b, -1)

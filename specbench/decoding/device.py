@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 def on_device(
     values: Sequence | np.ndarray, device: torch.device, dtype: torch.dtype = torch.int64
 ) -> torch.Tensor:
-    """Numbers of the host, an array or nested lists of equal lengths, on a device.
+    """Copies numbers of the host, an array or nested lists of equal lengths, to a device.
 
-    `torch.tensor(values, device=...)`, like an index that is a list, waits on a GPU until all that is queued there is
-    done. This does not: the numbers are copied from pinned memory.
+    On a GPU, `torch.tensor(values, device=...)`, like an index that is a list, waits until all queued work is done.
+    This function does not: it copies from pinned memory.
     """
     numbers = torch.tensor(values, dtype=dtype)
     # Pinned afterwards: torch.tensor(array, pin_memory=True) is refused for an array of numpy.

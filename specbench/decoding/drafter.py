@@ -30,11 +30,11 @@ class Needs:
         training: what the part is trained with beside the pair, such as "head=markov".
         sampling: whether it can draft at temperature > 0.
         batching: whether it can serve more than one sequence.
-        one_memory: whether what it learns is one for all sequences: with `memory: answer` it then serves one at a time.
+        one_memory: whether all sequences share what it learns: with `memory: answer` it then serves one at a time.
         any_length: whether it can draft fewer tokens than its longest draft has.
-        reference_answer: the target's own greedy answer to a prompt, which `Drafter.set_reference_answers` is given
-            before it is timed.
-        text_alone: nothing but the tokens so far: it can draft inside another engine.
+        reference_answer: the target's own greedy answer to a prompt, which `Drafter.set_reference_answers` gets before
+            anything is timed.
+        text_alone: whether it needs only the tokens so far: it can then draft inside another engine.
         trims: whether its head can be trimmed (`vocab=trim`); `methods.common.heads.draft_head` then does so.
     """
 
@@ -71,13 +71,13 @@ class Drafter:
         needs: what it requires.
         taps: depths of the target whose hidden states the drafter gets, of the prompt and of every verification: i for
             the states in front of layer i (the number of layers: after the last one), `NORMED` after the final norm.
-        siblings: the most tokens of a tree that were drawn by chance after one and the same token; 1 for chains.
+        siblings: the most tokens of a tree that are drawn after the same token; 1 for chains.
         deterministic: whether it drafts without chance at any temperature. Its answers are then those of autoregressive
             decoding with the same seed, token by token.
         max_draft_tokens: the longest path of a draft.
         max_nodes: the most nodes of a draft; 0: as `max_draft_tokens`, for chains.
-        upkeep_bytes: bytes of weights that `commit` reads. They are in the next draft's `bytes_read`; where a wrapper
-            drafts in its place, in the wrapper's.
+        upkeep_bytes: bytes of weights that `commit` reads. They are in the next draft's `bytes_read`, or in the
+            wrapper's if a wrapper drafts instead.
         extra_cores: cores that it computes on, or holds between its rounds, beside those of torch's threads. With any,
             no other arm runs in between.
     """
@@ -102,15 +102,15 @@ class Drafter:
         return False
 
     def set_reference_answers(self, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> None:
-        """Takes the answers to the prompts that come next, if `needs.reference_answer` says so. This is not timed.
+        """Receives the answers to the next prompts if `needs.reference_answer` is set. This is not timed.
 
         Args:
             prompts: token ids.
-            answers: to each of them the new token ids of the target's own greedy decoding.
+            answers: for each of them, the new token ids of the target's own greedy decoding.
         """
 
     def open(self, slots: Slots, target: StagedModel) -> None:
-        """Registers in `slots` what is kept for each sequence. Called when buffers are made, and made anew.
+        """Registers the state of each sequence in `slots`. Called whenever buffers are allocated.
 
         Args:
             slots: makes the buffers, and moves them when sequences change their slots.
@@ -131,22 +131,22 @@ class Drafter:
         return self.max_draft_tokens
 
     def draft(self, batch: Batch) -> Draft:
-        """Drafts to follow the pending tokens; no tokens make the round autoregressive.
+        """Drafts tokens that follow the pending ones; an empty draft makes the round autoregressive.
 
-        A path may be longer than `batch.limits` of its sequence: what follows is not accepted.
+        A path may exceed the `batch.limits` of its sequence; tokens beyond are not accepted.
         """
         return Draft(batch.tokens[: batch.size, :0])
 
     def overlaps_verification(self) -> bool:
-        """Whether it has an `on_hidden` of its own: a captured verification is then cut at its taps."""
+        """Whether it overrides `on_hidden`: a captured verification is then split at its taps."""
         return type(self).on_hidden is not Drafter.on_hidden
 
     def captures_passes(self) -> bool:
-        """Whether passes of a model of its own are captured, whatever the target's are."""
+        """Whether passes of its own model are captured, whether or not the target's are."""
         return any(isinstance(getattr(part, "runner", None), GraphRunner) for part in vars(self).values())
 
     def on_hidden(self, layer: int, hidden_states: torch.Tensor) -> None:
-        """Told on the way through a verification, for each of `taps` as it is reached. It must not wait for the device.
+        """Called during a verification when each of `taps` is reached. It must not wait for the device.
 
         Args:
             layer: the tap.
@@ -154,7 +154,7 @@ class Drafter:
         """
 
     def commit(self, batch: Batch, verified: Verified) -> None:
-        """Learns what the target made of the draft.
+        """Learns the outcome of the verification.
 
         Args:
             batch: as it was given to `draft`; its sequences already have their new tokens.
@@ -162,10 +162,10 @@ class Drafter:
         """
 
     def end(self, slot: int) -> float:
-        """Stops all work for the sequence in a slot, which is complete or was given up.
+        """Stops all work for the sequence in a slot, which is complete or abandoned.
 
         Returns:
-            Bytes of weights read since its last draft for one that it no longer needs, which count in its last round.
+            Bytes of weights read since its last draft for a draft that is no longer needed; its last round counts them.
         """
         return 0
 
@@ -197,7 +197,7 @@ class Drafter:
         """What was learnt from earlier answers, for `restore`."""
 
     def restore(self, state: Any) -> None:
-        """Goes back to what `snapshot` gave."""
+        """Restores the state that `snapshot` returned."""
 
     def close(self) -> None:
         """Releases what is kept between answers, such as processes. The drafter must not be used afterwards."""

@@ -43,19 +43,19 @@ if TYPE_CHECKING:
 Rounds = Generator[int, None, list[Generation]]  # see `Engine.rounds`
 
 CACHE_STEP = 256  # a cache that grows in steps is reused by most requests
-FIXED_STEP = 1024  # where what was captured is lost with every cache
+FIXED_STEP = 1024  # larger if passes are captured: a new cache loses them
 
 
 class HostFacts(NamedTuple):
-    """What the host learns of a sequence from a verification.
+    """The outcome of a verification for one sequence, on the host.
 
     Attributes:
         count: accepted draft tokens.
-        tokens: [1 + k] these, the bonus token, and what is behind it.
+        tokens: [1 + k] these, the bonus token, and unused entries.
         depth: of a tree, tokens of its longest path; else k.
-        candidates: draft tokens of the sequence; k, unless the drafter gives their number.
-        within: of these, those that its limit allows, where limits differ between the trees of a batch; else k.
-        report: what the drafter wants to know.
+        candidates: draft tokens of the sequence; k, unless the drafter sets their number.
+        within: of these, those within its limit, if limits differ between the trees of a batch; else k.
+        report: numbers that the drafter requested.
     """
 
     count: int
@@ -70,8 +70,8 @@ class HostFacts(NamedTuple):
 class Round:
     """A round until its times can be read: on a GPU, once the device is done.
 
-    steps: of its sequences, by slot. stats: as in `Draft`. marks: in time, around alignment, drafting, verification and
-    the rest.
+    steps: of its sequences, by slot. stats: as in `Draft`. marks: timestamps around alignment, drafting, verification
+    and the rest.
     """
 
     steps: list[Step]
@@ -90,7 +90,7 @@ class Engine:
         context_length: positions that a sequence may take; None for the target's.
 
     Attributes:
-        observe: called with each round's batch, draft, logits and what is accepted, if it is set: for certificates.
+        observe: if set, called with each round's batch, draft, logits and accepted tokens: for certificates.
 
     Raises:
         UserError: the drafter cannot batch, or its drafts are longer than the target's passes are wide.
@@ -148,8 +148,8 @@ class Engine:
             requests: sequences to decode, at one temperature.
 
         Yields:
-            After each round, the tokens that it has added to all answers. What the caller does until the next round
-            does not count as time of the sequences.
+            After each round, the tokens that it has added to all answers. Time that the caller spends until the next
+            round is not counted.
 
         Returns:
             The answers in the order of the requests.
@@ -186,7 +186,7 @@ class Engine:
                 self._last = self.clock.mark()
             self.clock.synchronize()
             check_numbers(self._are_nan)
-        except BaseException:  # also where it is closed early
+        except BaseException:  # also if it is closed early
             self._cache = None  # it may hold NaN or infinities, which a mask does not remove (0 * inf = NaN)
             raise
         finally:
@@ -237,7 +237,7 @@ class Engine:
 
     def _batch(self, running: list[SequenceState]) -> Batch:
         most = min(self.drafter.max_draft_tokens, self.scheduler.longest_draft)
-        # The last place belongs to the target alone.
+        # The last new token is always the target's own.
         wished = self.drafter.draft_limit
         limits = [min(one.remaining - 1, most, wished(slot)) for slot, one in enumerate(running)]
         lengths, nodes = [one.length for one in running], self.verify_tokens - 1
@@ -245,7 +245,7 @@ class Engine:
         return Batch(running, lengths, limits, nodes, self._tokens, decoding, self._layout, self._uniforms)
 
     def _compact_running(self, held: list[SequenceState]) -> int:
-        """Brings the sequences that run to the first slots of every buffer; returns their number."""
+        """Moves the running sequences to the first slots of every buffer; returns their number."""
         chosen = self.scheduler.choose(held)
         b = len(chosen)
         inside = [slot for slot in range(b) if slot not in chosen]
@@ -259,17 +259,17 @@ class Engine:
     def _commit_round(
         self, batch: Batch, draft: Draft, logits: torch.Tensor, states: dict[int, torch.Tensor]
     ) -> Verified:
-        """Brings sequences, buffers and layout up to what is accepted."""
+        """Updates sequences, buffers and layout with the accepted tokens."""
         b, k = draft.tokens.shape
         accepted = self._accept(batch, draft, logits)
         if self.observe is not None:
             self.observe(batch, draft, logits, accepted)
         if b == 1:
-            # What is written after a sequence's new end is no token: the next round writes there again.
+            # Entries after a sequence's new end are no tokens: the next round overwrites them.
             self._tokens[0, batch.lengths[0] : batch.lengths[0] + 1 + k] = accepted.tokens[0]
         else:
             self._tokens[:b].scatter_(1, span(batch.seq_lens, 1 + k), accepted.tokens)
-        # What another sequence of the batch has more room for is not the draft of this one.
+        # Nodes beyond its own limit, for which another sequence has room, are not part of a sequence's draft.
         uneven = draft.tree is not None and min(batch.limits) < batch.max_draft
         facts = self._on_host(draft, logits, accepted, batch.limits if uneven else None)
         counts = [of_one.count for of_one in facts]
@@ -289,13 +289,13 @@ class Engine:
         return Verified(logits, states, accepted.count, accepted.path, counts, tokens, draft, reported)
 
     def _accept(self, batch: Batch, draft: Draft, logits: torch.Tensor) -> Accepted:
-        """What is accepted of a draft, within the limits of its sequences.
+        """Accepts tokens of a draft, within the limits of its sequences.
 
-        On graphs it is a pass: what is captured starts its operations, up to some two hundred, at once. A greedy chain,
-        and a round without a draft, take a few operations: they are no pass.
+        With graphs this is a captured pass, which starts its operations, up to some two hundred, at once. A greedy
+        chain, and a round without a draft, take only a few operations and are not captured.
         """
         k, tree, decoding, limits = draft.tokens.shape[1], draft.tree, batch.decoding, None
-        # A bound on the longest path, without a look at the device.
+        # A bound on the longest path that needs no data from the device.
         longest = k if tree is None else min(k, self.drafter.max_draft_tokens)
         if min(batch.limits) < longest:
             limits = on_device(batch.limits, logits.device)
@@ -327,9 +327,9 @@ class Engine:
     def _on_host(
         self, draft: Draft, logits: torch.Tensor, accepted: Accepted, limits: list[int] | None
     ) -> list[HostFacts]:
-        """What the host learns of each sequence, the one time in a round that it waits.
+        """Copies the outcome of each sequence to the host, which waits only here in a round.
 
-        limits: most tokens of a path, where those of a tree's sequences differ.
+        limits: most tokens of a path of each sequence, if they differ between trees; else None.
         """
         new, k = accepted.tokens, draft.tokens.shape[1]
         parts = [accepted.count.unsqueeze(1), new]
@@ -357,7 +357,7 @@ class Engine:
         return facts
 
     def _remove_finished(self, held: list[SequenceState]) -> None:
-        """Takes out the sequences that are done and were not replaced; the last one takes the slot of each."""
+        """Removes finished sequences that were not replaced; the last sequence moves into the slot of each."""
         for slot in reversed([slot for slot, one in enumerate(held) if one.done]):
             last = held.pop()
             if slot < len(held):
@@ -403,7 +403,7 @@ class Engine:
         one.tokens += check_sampled(first.tolist())
         try:
             self.drafter.begin(slot, one, prefill)
-        except BaseException:  # whatever it was, what was begun is given up
+        except BaseException:  # on any error, the sequence is abandoned
             self.drafter.end(slot)
             raise
         if one.done:
@@ -412,27 +412,27 @@ class Engine:
         one.prefill = (begun, self._last)
 
     def _end(self, slot: int, one: SequenceState, logits: torch.Tensor) -> None:
-        """Lets the drafter know that a sequence is complete, and looks at its last logits.
+        """Notifies the drafter that a sequence is complete, and checks its last logits for NaN.
 
-        NaN stay in the cache, so that all later logits of a sequence hold them. They are read when all is done.
+        NaN stay in the cache, so that all later logits of a sequence hold them. The host reads the flags at the end.
         """
         one.ended = True
         self._are_nan.append(logits.isnan().any())
         read = self.drafter.end(slot)
-        if read and (last := one.steps[-1]).draft_bytes is not None:  # what is not known stays so
+        if read and (last := one.steps[-1]).draft_bytes is not None:  # unknown bytes stay unknown
             last.draft_bytes += int(read)
 
     @torch.inference_mode()
     def reserve(self, requests: list[Request]) -> None:
-        """Makes the buffers that hold these requests, or takes those that the last call has left."""
-        # Sequences near their end take part in the drafts of others.
+        """Allocates the buffers for these requests, or reuses those of the last call."""
+        # Sequences near their end have drafts as long as those of others.
         capacity = max(len(r.prompt) + r.decoding.max_new_tokens for r in requests) + self._spare
         slots = min(self.scheduler.slots, len(requests))
         if self._cache is None or self._cache.capacity < capacity or self._cache.slots < slots:
             # Never shrink: alternating request sizes would reallocate in every call.
             slots, capacity = max(slots, self._size[0]), max(capacity, self._size[1])
             self._cache = None
-            # It holds the cache, which is given back before what is larger is asked for.
+            # They hold the cache, which is freed before a larger one is allocated.
             self.__dict__.pop("_layout", None)
             self.__dict__.pop("_slots", None)
             captured = self.target.fixed_shapes or self.drafter.captures_passes()
@@ -477,7 +477,7 @@ class Engine:
     # -- the trace
 
     def _complete(self, done: Round) -> None:
-        """Notes in the steps of a round what they have in common, and the stats of each."""
+        """Adds the shared times of a round, and the stats of each sequence, to its steps."""
         b = len(done.steps)
         align, drafting, verify, other = (self.clock.seconds(a, z) / b for a, z in pairwise(done.marks))
         if not self._layout.aligns:

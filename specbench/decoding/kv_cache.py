@@ -1,8 +1,8 @@
 """Keys and values of attention layers, preallocated.
 
-A `ForwardContext` says where the tokens of a pass are written and what they attend to. So rolling back costs nothing:
-what was not accepted is overwritten. An accepted tree path is one gather over all layers. The stock
-`DynamicCache` copies the whole cache in every pass instead.
+A `ForwardContext` holds where the tokens of a pass are written and what they attend to. Rolling back is free: rejected
+entries are overwritten. Keeping an accepted tree path is one gather over all layers. The stock `DynamicCache` copies
+the whole cache in every pass instead.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class ForwardContext:
         kv_len: entries of each slot that are attended to.
         write_index: where keys and values go: an entry that is the same for all sequences, or [b * n] indices
             (slot x capacity + entry).
-        start: of a pass whose tokens follow one another from the position `start` on, in every sequence, after a cache
-            that holds exactly the positions before it; None for every other pass, which has the fields below.
+        start: first position of a pass whose tokens are consecutive in every sequence, after a cache of exactly the
+            positions before it; None for every other pass, which has the fields below.
         positions: [b, n] each token's position in its own sequence.
-        kv_positions: [b or 1, kv_len] the position of what each entry holds. A token attends to those that are not
-            after its own, so that `EMPTY` marks a hole.
-        visible: [b or 1, n, m] of a tree: which of the last m entries each token attends to; of all before them it
-            attends to those that are not after its own.
+        kv_positions: [b or 1, kv_len] the position of the token in each entry. A token attends to positions up to its
+            own, so that `EMPTY` marks a hole.
+        visible: [b or 1, n, m] for a tree: which of the last m entries each token attends to; among all before them, it
+            attends to positions up to its own.
     """
 
     kv_len: int
@@ -42,15 +42,15 @@ class ForwardContext:
 
     @classmethod
     def consecutive(cls, start: int, n: int) -> ForwardContext:
-        """Of n tokens that follow `start` others."""
+        """The context of n tokens that follow `start` others."""
         return cls(start + n, start, start)
 
     @classmethod
     def nodes(cls, base: int, offsets: torch.Tensor, visible: torch.Tensor) -> ForwardContext:
-        """Of the last n of m entries of one sequence that are no sequence themselves.
+        """The context of the last n of m entries of one sequence that are not consecutive tokens.
 
         Args:
-            base: entries before them, which are a sequence and visible to every token.
+            base: entries before them, which are consecutive tokens and visible to every token.
             offsets: [m] the position of each of the m entries after `base`.
             visible: [n, m] which of them each of the n tokens attends to.
         """
@@ -98,7 +98,7 @@ class KVCache:
         self.counting = torch.arange(capacity, device=self.device)
 
     def slot(self, slot: int) -> KVCache:
-        """A slot as a cache of its own, to prefill it. It shares the memory."""
+        """A view of one slot as a cache, to prefill it. It shares the memory."""
         cache = copy(self)
         cache.segments, cache.slots = [segment[:, :, slot : slot + 1] for segment in self.segments], 1
         return cache
@@ -106,7 +106,7 @@ class KVCache:
     def begin_pass(self, lo: int, hi: int, ctx: ForwardContext, b: int, n: int) -> None:
         """Prepares a pass of n tokens of each of the first b slots through the layers [lo, hi).
 
-        The views of all layers are made at once: made in every layer anew they cost more than the copy of an entry.
+        The views of all layers are made at once: making them in every layer costs more than copying an entry.
         """
         self._first, self._write = lo, ctx.write_index
         self._views: tuple[torch.Tensor, ...] = ()  # keys and values of one layer after the other
@@ -135,12 +135,12 @@ class KVCache:
         return entries[0], entries[1]
 
     def entries(self, layer: int) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
-        """What a layer reads and writes in the pass that was begun.
+        """The entries that a layer reads and writes in the current pass.
 
         Returns:
-            Views [b, kv_heads, kv_len, head_dim] of its keys and of its values, and of where the new ones go:
-            [b, kv_heads, n, head_dim], or with an index [slots * capacity, kv_heads, head_dim]. That index [b * n], if
-            the new entries do not follow one another.
+            Views [b, kv_heads, kv_len, head_dim] of its keys and of its values, and of the places of new ones: [b,
+            kv_heads, n, head_dim], or with an index [slots * capacity, kv_heads, head_dim]. The index [b * n], if the
+            new entries are not consecutive; else None.
         """
         i = 2 * (layer - self._first)
         index = None if isinstance(self._write, int) else self._write
@@ -150,7 +150,7 @@ class KVCache:
         """Copies the first `kv_len` entries of the slots `sources` to the slots `destinations`, all at once."""
         for segment in self.segments:
             origin, goal = sources.to(segment.device), destinations.to(segment.device)
-            for layer in segment:  # what is copied stays small enough for the caches of a CPU
+            for layer in segment:  # layer by layer, to fit into the caches of a CPU
                 layer[:, goal, :kv_len] = layer[:, origin, :kv_len]
 
     def move_entries(self, sources: torch.Tensor, destinations: torch.Tensor) -> None:

@@ -1,7 +1,7 @@
 """How the sequences of a batch lie in memory: each with an end of its own. A scheduler may bring another layout.
 
 A layout makes the `ForwardContext` of a pass: where its tokens are written and what they attend to. A token's position
-is its index in its own sequence, whatever lies around it; that alone makes a batch exact.
+is its index in its own sequence, regardless of its neighbours in memory; that alone makes a batch exact.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Lengths(Protocol):
-    """What a layout reads of a `Batch`: the lengths of its sequences, on the host and on the device."""
+    """The part of a `Batch` that a layout reads: the lengths of its sequences, on the host and on the device."""
 
     lengths: list[int]
     kv_bucket: int | None
@@ -34,7 +34,7 @@ class RaggedLayout:
     Only an accepted tree path moves, to the end of its sequence.
 
     Attributes:
-        aligns: whether `begin_round` may move entries, so that its time is one of its own in the trace.
+        aligns: whether `begin_round` may move entries; the trace then records its time separately.
     """
 
     aligns = False
@@ -57,18 +57,18 @@ class RaggedLayout:
             batch: the running sequences.
             n: tokens of each.
             offset: of the first of them after the pending token.
-            tree: whose nodes follow the pending token; None where tokens follow one another. The pass is of n of them
-                from `offset` on, the pending token being 0; those in front of them were placed earlier in this round.
+            tree: the tree whose nodes follow the pending token; None for consecutive tokens. The pass has n of them
+                from `offset` on (the pending token is 0); those before were placed earlier in this round.
         """
         start, longest = min(batch.lengths) - 1 + offset, max(batch.lengths) - 1 + offset
-        if batch.kv_bucket is not None:  # the positions are known on the device alone
+        if batch.kv_bucket is not None:  # only the device knows the positions
             start, longest = -1, batch.kv_bucket - n
         if tree is None and start == longest:
             return ForwardContext.consecutive(start, n)
         kv_len = longest + n
         if tree is None:
             return self.place_at(batch.seq_lens - 1 + offset, n, kv_len)
-        # Of a tree the entries are consecutive, the positions are not.
+        # The entries of a tree are consecutive, its positions are not.
         held = self._entries[:, :kv_len]
         there, b = offset + n, len(batch.lengths)
         positions = batch.seq_lens.unsqueeze(1) - 1 + tree.offsets()[:, :there]
@@ -77,7 +77,7 @@ class RaggedLayout:
             in_front, of_trees = held[:, : start - offset], positions[: tree.depths.shape[0]]
             held = torch.cat([in_front.expand(of_trees.shape[0], -1), of_trees], dim=1)
             return ForwardContext(kv_len, start, None, positions[:, offset:], held, visible)
-        # The trees begin at different entries: what each token sees of all of them is written out.
+        # The trees begin at different entries, so visibility is written out over all of them.
         of_tree = span(batch.seq_lens - 1, there)
         held = held.expand(b, -1).scatter(1, of_tree, positions)
         sees = self._entries[:, :kv_len] < (batch.seq_lens - 1).unsqueeze(1)
@@ -87,7 +87,7 @@ class RaggedLayout:
         return ForwardContext(kv_len, write_index, None, positions[:, offset:], held, sees)
 
     def place_at(self, starts: torch.Tensor, n: int, kv_len: int) -> ForwardContext:
-        """The pass of `n` tokens that follow one another from the position `starts` [b] of each sequence on.
+        """The pass of `n` consecutive tokens from the position `starts` [b] of each sequence on.
 
         Args:
             starts: [b]; below 0 the first token of a sequence is written again, as `Batch.window` reads it.
@@ -95,7 +95,7 @@ class RaggedLayout:
             kv_len: a bound on all positions, exclusive.
         """
         positions, held = span(starts, n), self._entries[:, :kv_len]
-        if n > 1:  # a sequence may have fewer tokens than its draft model lacks of another
+        if n > 1:  # a sequence may have fewer than the n tokens that another one lacks
             positions = positions.clamp_(min=0)
         return ForwardContext(kv_len, self.cache.indices(positions), None, positions, held)
 

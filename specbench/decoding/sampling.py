@@ -20,9 +20,9 @@ from specbench.system.settings import TOKEN
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-# What a number is for: the target's draw, acceptance; the drafter's draws come after them.
+# Columns of random numbers: the target's draw, acceptance; the drafter's draws come after them.
 TARGET, ACCEPT = range(2)
-NOT_DRAWN = -1  # in place of a token, where there was no distribution to draw it from
+NOT_DRAWN = -1  # in place of a token if there was no distribution to draw it from
 NO_NUMBERS = "are NaN or infinite; set pair.dtype to bfloat16 or float32 where it is float16"
 
 
@@ -33,8 +33,8 @@ class SamplingParams:
     Attributes:
         max_new_tokens: exact cap on new tokens.
         temperature: 0 is greedy, above 0 samples.
-        verification: how drafts are verified: `TOKEN` by token; where they were drawn, a chain as one `BLOCK`; greedily
-            by `TYPICAL` acceptance, which is lossy.
+        verification: how drafts are verified: `TOKEN` by token; a drawn chain as one `BLOCK`; in greedy decoding, by
+            `TYPICAL` acceptance, which is lossy.
     """
 
     max_new_tokens: int
@@ -81,9 +81,9 @@ def position_draws(seed: int, positions: int, columns: int, device: torch.device
     Args:
         seed: of the answer.
         positions: new tokens at most.
-        columns: siblings of a token in a tree, itself included, 1 for chains. Verified as a block, the tokens of a
-            draft: the test of a prefix that fails tells something about its numbers, so those of a position must differ
-            from draft to draft. They differ by its place in the draft, which is never the same twice.
+        columns: siblings of a token in a tree, itself included, 1 for chains. For block verification, the tokens of a
+            draft: a failed test of a prefix reveals something about its numbers, so a position needs other numbers in
+            each draft. Its place in the draft, which is never the same twice, selects them.
         device: where they are used.
 
     Returns:
@@ -129,9 +129,9 @@ def truncate_at_stop(tokens: Sequence[int], stop_ids: Collection[int]) -> list[i
 
 
 def check_sampled(tokens: list[int]) -> list[int]:
-    """The tokens, as the host has read them. Raises UserError if `sample_inverse_cdf` could not draw one of them.
+    """Returns the tokens unchanged. Raises UserError if `sample_inverse_cdf` could not draw one of them.
 
-    It is called when the host reads the tokens anyway, so that there is no further wait for the device.
+    It is called when the host reads the tokens anyway, so that it adds no wait for the device.
     """
     if NOT_DRAWN in tokens:
         raise UserError(
@@ -141,9 +141,9 @@ def check_sampled(tokens: list[int]) -> list[int]:
 
 
 def check_numbers(are_nan: list[torch.Tensor]) -> None:
-    """Raises UserError where one of some truth values [] on the device says that logits hold NaN.
+    """Raises UserError if one of the flags [] on the device is set, each of which marks logits with NaN.
 
-    Of these a greedy choice is some token, without a word.
+    A greedy choice from them would silently be an arbitrary token.
     """
     if are_nan and torch.stack(are_nan).any():
         raise UserError(f"no token can be chosen: the logits of the target {NO_NUMBERS}")

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class Scheduler:
     """Chooses the sequences of each round.
 
-    This one runs every sequence until it ends, and a new one takes its slot at once. Each has an end of its own in
-    memory (`RaggedLayout`).
+    This one runs every sequence until it ends; a new one then takes its slot at once. Each sequence ends in its own
+    column in memory (`RaggedLayout`).
 
     Args:
         batch_size: sequences in a round.
@@ -36,7 +36,7 @@ class Scheduler:
             # The pending token of every sequence is verified.
             require_at_least(batch_size, token_budget=token_budget)
             self.longest_draft = token_budget // batch_size - 1
-        # Its own numbers for the round that it has chosen the sequences of, as in `Draft`.
+        # Its own stats of the current round, as in `Draft`.
         self.stats: dict[str, Any] = {}
 
     def layout(self, cache: KVCache) -> RaggedLayout:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from specbench.decoding.sampling import SamplingParams
     from specbench.decoding.trace import Step, Timestamp
 
-UNKNOWN = 2**62  # a length on the host, where it is known on the device alone: whatever reads it fails
+UNKNOWN = 2**62  # a length on the host that only the device knows: code that reads it fails
 NORMED = -1  # among taps: the output of the final norm
 
 
@@ -113,8 +113,8 @@ class Draft:
             (`Verified.logits`), or are padding. None: all.
         resume: None unless the drafter has already run the target's first layers.
         bytes_read: bytes of weights read to make this draft; NaN where that cannot be known.
-        report: makes of the verification's logits [b, 1 + k, vocab] the whole numbers [b, m] that the drafter wants on
-            the host; they come back as `Verified.report`, in the one copy of the round.
+        report: computes from the verification's logits [b, 1 + k, vocab] whole numbers [b, m] that the drafter needs on
+            the host; they return as `Verified.report`, in the only copy of the round.
         stats: the drafter's own numbers for this round, which the trace keeps as they are; it may add some until
             `Drafter.commit` returns. Values: whole numbers, floats, texts, None, lists with an entry for each sequence,
             tensors [b] or [b, n], pairs of marks of the engine's clock (kept as seconds).
@@ -137,7 +137,7 @@ class Draft:
         device: torch.device,
         parents: Sequence[list[int]] | None = None,
     ) -> Draft:
-        """A draft of tokens that were chosen on the host without chance, of different lengths.
+        """A draft of tokens chosen deterministically on the host, of different lengths.
 
         Args:
             tokens: of each sequence.
@@ -190,8 +190,8 @@ class Verified:
             None for a chain.
         counts: `count` on the host.
         tokens: the new tokens of each sequence on the host, cut after a stop token.
-        draft: what was verified. Within a drafter that wraps another one it may be of the outer one.
-        report: what `Draft.report` made, on the host.
+        draft: the verified draft; in a wrapped drafter it may be the wrapper's.
+        report: the result of `Draft.report`, on the host.
         own_counts: `counts` of the drafter's own draft: 0 for a sequence whose draft a wrapper has replaced.
     """
 
@@ -209,9 +209,9 @@ class Verified:
         self.own_counts = self.own_counts or self.counts
 
     def accepted_states(self, states: torch.Tensor) -> torch.Tensor:
-        """Of states or logits [b, 1 + k, d] those of the pending token and the accepted nodes [b, 1 + m, d], in order.
+        """States or logits [b, 1 + k, d] -> [b, 1 + m, d], those of the pending token and the accepted nodes, in order.
 
-        m is the most that any sequence has accepted: of sequence i the first 1 + counts[i] are of use.
+        m is the most that any sequence has accepted; only the first 1 + counts[i] of sequence i are valid.
         """
         most = max(self.counts)
         if self.path is None:
@@ -260,7 +260,7 @@ class Batch:
 
     @property
     def is_over(self) -> bool:
-        """Whether none of its sequences goes on after this round."""
+        """Whether all of its sequences end with this round."""
         return all(sequence.done for sequence in self.sequences)
 
     @property
@@ -276,12 +276,12 @@ class Batch:
         return self._seq_lens
 
     def window(self, buffer: torch.Tensor, offset: int, n: int) -> torch.Tensor:
-        """Some entries of each sequence in a buffer with an entry for each position.
+        """Selects n entries of each sequence from a buffer with an entry for each position.
 
         Args:
             buffer: [slots, capacity, ...].
-            offset: of the first of them after the known tokens; the pending token is the one at -1. In front of a
-                sequence its first entry is repeated.
+            offset: of the first of them, from the end of the known tokens; the pending token is at -1. Before the start
+                of a sequence its first entry is repeated.
             n: entries.
 
         Returns:
@@ -299,11 +299,11 @@ class Batch:
         return self.window(self.tokens, -n, n)
 
     def draws(self, offset: int, siblings: int | None = None) -> torch.Tensor | None:
-        """Numbers to draw the tokens with that stand `offset` positions after the pending ones; None when greedy.
+        """Random numbers to draw the draft tokens at the position `offset` with; None when greedy.
 
         Args:
             offset: 0 for the first draft token.
-            siblings: of a tree, how many tokens are drawn there after one and the same token.
+            siblings: for a tree, how many tokens are drawn there after the same token.
 
         Returns:
             [b], or [b, siblings].

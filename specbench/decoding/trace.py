@@ -17,18 +17,18 @@ class Step:
     """One draft-verify round of a sequence. Its times are noted once the clock can be read, see `Clock`.
 
     Attributes:
-        drafted: draft tokens handed to verification (all nodes of a tree). None: another engine does not tell it.
+        drafted: draft tokens handed to verification (all nodes of a tree). None: another engine does not report it.
         accepted: draft tokens that became part of the output. A stop token inside the draft ends the count.
         emitted: tokens the round added to the output, the target's own (bonus) token included.
         depth: draft tokens on the longest path that could have been accepted (equals drafted for a chain), or None.
-        draft_seconds: drafting, but for what a drafter computes once the draft is verified. In a batch all seconds are
-            this sequence's share of the round, one in `sequences`. NaN where another engine, which shows whole rounds
-            alone, decodes: `other_seconds` is then all of the round.
+        draft_seconds: drafting, without what a drafter computes after the verification. In a batch all seconds are this
+            sequence's share of the round, one in `sequences`. NaN if another engine decodes, which reports only whole
+            rounds: `other_seconds` is then the whole round.
         verify_seconds: verifying.
         other_seconds: the rest: acceptance, roll-back, commit, the drafter's passes over accepted tokens included.
         draft_bytes: bytes of weights read by the drafter's passes; in a batch of the whole passes. None: not known.
         target_bytes: likewise those read by the target's verification pass.
-        sequences: that shared the round.
+        sequences: number of sequences that shared the round.
         align_seconds: in a batch, the time spent on alignment in memory.
         stats: numbers of the drafter's and the scheduler's own, see `Draft`.
     """
@@ -48,7 +48,7 @@ class Step:
 
     @property
     def seconds(self) -> float:
-        """Of the round; in a batch this sequence's share."""
+        """Seconds of the round; in a batch, this sequence's share."""
         parts = (self.draft_seconds, self.verify_seconds, self.other_seconds, self.align_seconds)
         return sum(seconds for seconds in parts if not math.isnan(seconds))
 
@@ -64,7 +64,7 @@ class Generation:
 
     Attributes:
         tokens: new token ids; the last one is a stop token if `finish` is "stop".
-        prefill_seconds: until the first token is known and the drafter is ready; None where it was not timed.
+        prefill_seconds: until the first token is known and the drafter is ready; None if it was not timed.
         seconds: the whole call, prefill included.
         finish: "stop" or "length".
         steps: the rounds after the prefill; the prefill itself emits the first token.
@@ -80,9 +80,9 @@ class Generation:
 class Clock:
     """Marks in time that cost nothing to take: the host's clock on a CPU, events in the stream on a GPU.
 
-    A device synchronise in every phase would slow the very thing that is measured, so CUDA marks are events that
-    are read once the answer is complete. Events are recorded on the current stream of `device`, whichever device is
-    the current one: where they stood elsewhere, they would tell when work was queued, not when it was done.
+    A device synchronise in every phase would slow down what is measured, so CUDA marks are events that are read once
+    the answer is complete. Events are recorded on the current stream of `device`, whichever device is the current one:
+    on another stream, they would show when work was queued, not when it was done.
     """
 
     def __init__(self, device: torch.device):

@@ -19,8 +19,8 @@ class Tree:
     """The shape of a draft that is a tree. A static tree is made once and used in every round.
 
     Attributes:
-        parents: [b or 1, k] index of each node's parent, -1 for children of the pending token. Parents stand before
-            their children.
+        parents: [b or 1, k] index of each node's parent, -1 for children of the pending token. Parents precede their
+            children.
         depths: [b or 1, k] nodes on the path to each node, itself included.
         visible: [b or 1, 1 + k, 1 + k] which of the pending token and the nodes each of them attends to.
         max_children: a bound on the children of one node, for trees of drawn tokens; None: k.
@@ -42,7 +42,7 @@ class Tree:
 
     @classmethod
     def of_lists(cls, parents: Sequence[Sequence[int]], device: torch.device) -> Tree:
-        """The trees of `parents` on the host, equally many of each sequence, without doublings of a matrix."""
+        """The trees of `parents` on the host, equally many for each sequence, without the doublings of `ancestors`."""
         n = 1 + len(parents[0])
         width = -(-n // 8)  # bytes of a set of nodes, a bit each
         sets = bytearray()
@@ -58,7 +58,7 @@ class Tree:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """What it is made of, but for `max_children`: `Tree(*tree.tensors)` is the same tree."""
+        """Its fields without `max_children`: `Tree(*tree.tensors)` is the same tree."""
         return self.parents, self.depths, self.visible
 
     @property
@@ -71,7 +71,7 @@ class Tree:
         return torch.nn.functional.pad(self.depths, (1, 0))
 
     def siblings_before(self) -> torch.Tensor:
-        """[b or 1, k] how many children of the same parent stand before each node."""
+        """[b or 1, k] how many children of the same parent precede each node."""
         return (self.parents.unsqueeze(-1) == self.parents.unsqueeze(-2)).tril(-1).sum(-1)
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class WrappedDrafter(Drafter):
     """Base of a drafter that wraps another one: every method of a `Drafter` is passed on to the inner drafter.
 
-    All but `draft_limit`, which is that of its own `max_draft_tokens`.
+    The exception is `draft_limit`, which depends on the wrapper's own `max_draft_tokens`.
 
     A subclass overrides what it does itself, and calls `super()` where the inner drafter takes part. `summarise` and
     `describe` belong to classes: a run asks those of the outer and of the inner class, see `RunSpec.owners`.
@@ -24,7 +24,7 @@ class WrappedDrafter(Drafter):
         inner: the drafter that is wrapped; see `config.spec.make_drafter`.
 
     Attributes:
-        fixes: parameters of the inner drafter that the wrapper sets, whatever its configuration says.
+        fixes: parameters of the inner drafter that the wrapper sets, regardless of its configuration.
         inner: as given. The other attributes of a `Drafter` are copied from it; a subclass sets those that differ.
     """
 

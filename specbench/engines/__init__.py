@@ -1,1 +1,1 @@
-"""Other engines: is what they say what the target says?"""
+"""Other engines as arms of a run, and the audit of any engine's answers by the target."""

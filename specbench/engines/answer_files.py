@@ -22,7 +22,7 @@ KEYS = {"id", "prompt", "messages", "tokens", "logprobs", "max_new_tokens"}
 
 @dataclass(frozen=True)
 class Answered:
-    """One line of a file of answers: token ids of the prompt and of the answer, and what else the engine said."""
+    """One line of a file of answers: token ids of the prompt and of the answer, and what else the engine reported."""
 
     name: str
     prompt: list[int]
@@ -35,7 +35,7 @@ def read_answers(path: Path, pair: Pair) -> list[Answered]:
     """The answers in a JSON Lines file; see docs/audit.md for its keys.
 
     Raises:
-        UserError: there is no such file, or a line of it is none.
+        UserError: there is no such file, or a line of it is no answer.
     """
     if not path.is_file():
         raise UserError(f"there is no file '{path}'")
@@ -55,7 +55,7 @@ def read_answers(path: Path, pair: Pair) -> list[Answered]:
 
 
 def _warn_of_lacking_begin(path: Path, prompts: list[list[int]], pair: Pair) -> None:
-    """Says so where prompts lack a token that the tokenizer puts in front of a text: most engines add it to texts."""
+    """Warns if prompts lack the token that the tokenizer puts before a text: most engines add it to texts."""
     tokenizer: Any = pair.tokenizer
     added = tokenizer("").input_ids[:1]
     lacking = sum(prompt[:1] != added for prompt in prompts) if added == [tokenizer.bos_token_id] else 0
@@ -68,7 +68,7 @@ def _warn_of_lacking_begin(path: Path, prompts: list[list[int]], pair: Pair) -> 
 
 
 def _read(line: Any, number: int, pair: Pair) -> Answered:
-    """One line. Raises UserError, without the place."""
+    """Parses one line. Raises UserError, without the line number."""
     if not isinstance(line, dict) or "tokens" not in line or ("prompt" in line) == ("messages" in line):
         raise UserError("lines need `tokens` and either `prompt` or `messages`")
     if unknown := line.keys() - KEYS:

@@ -1,7 +1,7 @@
 """Judges answers of any engine by a referee: the target itself, which is fed each answer and asked at every place.
 
-A greedy answer is right where each token is the referee's best one, within rounding. A drawn answer is right where its
-tokens are as likely as tokens that are drawn from the referee's distributions.
+A greedy answer is right if each token is the referee's best one, within rounding. A drawn answer is right if its tokens
+are as likely as tokens drawn from the referee's distributions.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ if TYPE_CHECKING:
 
 SAMPLES, SAMPLE_TOKENS = 4, 32  # answers, and tokens of each, on which the rounding noise is measured
 SEEDS = 30  # answers to one prompt whose first tokens are compared with the referee's distribution
-EXPECTED = 5.0  # of a token among them, at least; rarer ones are counted together
-LEAST_ROUNDED, FAR = 3, 8.0  # departures that show rounding; times their median, at most, that it explains
+EXPECTED = 5.0  # least expected count of a token among them; rarer tokens are counted together
+LEAST_ROUNDED, FAR = 3, 8.0  # fewest departures that show rounding; most times their median that it explains
 EXACT, TIE, VIOLATION = VERDICTS
 
 
 @dataclass(frozen=True)
 class Departure:
-    """A place at which an answer is not the referee's.
+    """A position at which an answer differs from the referee's.
 
     Attributes:
-        index: of the first token that differs, from the first new one.
-        token: that the answer has; None: it ends there.
-        best: that the referee would say.
-        margin: how much better the referee finds its own, in logits; None where nothing can be weighed.
+        index: of the first differing token, counted from the first new one.
+        token: the answer's token; None if the answer ends there.
+        best: the referee's token.
+        margin: how much better the referee rates its own token, in logits; None if they cannot be compared.
         reason: in words.
     """
 
@@ -57,17 +57,17 @@ class Departure:
 
 @dataclass(frozen=True)
 class Judged:
-    """What the referee finds of one answer.
+    """The referee's judgement of one answer.
 
     Attributes:
-        answer: that it is.
-        margins: [n] how much better its best token is than the answer's, in logits, at each place.
+        answer: the judged answer.
+        margins: [n] how much better its best token is than the answer's, in logits, at each position.
         best: [n + 1] its best tokens, also after the last.
         end_margin: how much better its best token is than the best stop token after the last, in logits.
-        likely: how likely what was drawn for it is, its end included.
+        likely: likelihood of the drawn tokens, the end of the answer included.
         logprob: sum of log p.
         room: tokens of an answer that the context has room for.
-        logprob_error: mean distance of the engine's own log p from the referee's; None: it gave none.
+        logprob_error: mean distance of the engine's own log p from the referee's; None if it reported none.
     """
 
     answer: Answered
@@ -81,16 +81,16 @@ class Judged:
 
 
 def limit_of(answer: Answered, cap: int | None, room: int) -> int:
-    """Tokens that an answer may have: what it says, or else `cap`, but no more than there is room for."""
+    """Most tokens that an answer may have: its own limit, or else `cap`, but no more than there is room for."""
     return min(answer.max_new_tokens or cap or room, room)
 
 
 class Referee:
-    """The target, asked what it would have said.
+    """The target, which judges answers by what it would have answered.
 
     Args:
         pair: with the target.
-        temperature: that the answers were drawn at; 0: greedy.
+        temperature: of the answers; 0: greedy.
     """
 
     def __init__(self, pair: Pair, temperature: float):
@@ -102,11 +102,11 @@ class Referee:
 
         Args:
             answer: of an engine.
-            cap: tokens of it at most, where it does not say.
+            cap: most tokens of it, if it has no limit of its own.
             noise: as in `of_logits`.
         """
         tokens, device = answer.tokens, self.target.device
-        # A token more, whose logits say what would have followed.
+        # One token more, for the logits after the last one.
         logits = forced_logits(self.target, answer.prompt, [*tokens, 0], BLOCK)
         ids = torch.tensor(tokens, dtype=torch.long, device=device).unsqueeze(1)
         highest, best = logits.max(-1)
@@ -136,7 +136,7 @@ class Referee:
     def noise(self, answers: Sequence[Answered]) -> float:
         """The rounding noise between the referee and any other program on some of the answers, in logits."""
         samples = [(a.prompt, a.tokens[:SAMPLE_TOKENS]) for a in answers if a.tokens]
-        # Long ones, the first of them.
+        # The longest ones, earlier ones first.
         samples = sorted(samples, key=lambda sample: -len(sample[1]))[:SAMPLES]
         return max(shape_noise(self.target, samples), foreign_noise(self.target, samples)) if samples else 0.0
 
@@ -149,15 +149,15 @@ class Referee:
 
 @dataclass(frozen=True)
 class Arm:
-    """What an engine said in one configuration, and what the referee finds of it.
+    """An engine's answers in one configuration, with the referee's judgements.
 
     Attributes:
         name: of the arm.
         judged: its answers.
         bound: logits within which a departure is rounding.
         stop_ids: that end an answer.
-        cap: tokens of an answer at most, where a line does not say.
-        drawn: whether the answers were drawn: where they end is then judged with their likelihood.
+        cap: most tokens of an answer, if its line has no limit.
+        drawn: whether the answers were drawn: their ends are then judged with their likelihood.
     """
 
     name: str
@@ -168,7 +168,7 @@ class Arm:
     drawn: bool = False
 
     def departure(self, judged: Judged) -> Departure | None:
-        """The first place at which an answer is not the referee's, a violation before a tie; None: it is exact."""
+        """The first position at which an answer differs from the referee's, violations first; None if it is exact."""
         answer, margins = judged.answer, judged.margins
         wrong = np.flatnonzero(margins > self.bound)
         if len(wrong):
@@ -198,7 +198,7 @@ class Arm:
 
     @property
     def tokens(self) -> int:
-        """Of all answers."""
+        """Number of tokens of all answers."""
         return sum(len(one.margins) for one in self.judged)
 
     @property
@@ -208,12 +208,12 @@ class Arm:
 
     @property
     def surprise(self) -> float:
-        """How many standard errors the tokens are less likely than drawn ones (negative), or likelier."""
+        """Standard errors by which the tokens are likelier than drawn ones; negative if less likely."""
         return errors_of([asdict(one.likely) for one in self.judged])
 
     @property
     def rare_p(self) -> float:
-        """How probable tokens as unlikely as its least likely ones are."""
+        """Probability of tokens as unlikely as its least likely ones."""
         return rare_p([asdict(one.likely) for one in self.judged])
 
     @property
@@ -228,11 +228,11 @@ class Arm:
 
     @property
     def wrong_ends(self) -> int:
-        """How many answers go on after their end, or end where nothing can end them."""
+        """Number of answers that continue after their end, or end where nothing ends them."""
         return sum(self.wrong_end(one) is not None for one in self.judged)
 
     def wrong_end(self, judged: Judged) -> Departure | None:
-        """The departure of an answer that goes on after its end, or ends where nothing ends it."""
+        """The departure of an answer that continues after its end, or ends where nothing ends it."""
         answer, n = judged.answer, len(judged.answer.tokens)
         ended = len(truncate_at_stop(answer.tokens, self.stop_ids))
         if ended < n:
@@ -260,7 +260,7 @@ def arms_of(
 
     Args:
         referee: judges.
-        answers_by_arm: what an engine said, by the name of its configuration.
+        answers_by_arm: an engine's answers, by the name of its configuration.
         cap: tokens of an answer at most; None: the longest answer's.
         tolerance: logits within which a departure is rounding; None: the noise that the referee measures, or what the
             plain arm's rounding explains (`largest_rounding`), if that is more.
@@ -283,8 +283,8 @@ def arms_of(
 def largest_rounding(judged: Sequence[Judged]) -> float:
     """The largest margin of some answers that rounding may explain, in logits.
 
-    Rounding that makes tokens differ does so at several places, and by amounts of one size. A single departure, or one
-    far beyond the others, is a fault: it must not become the bound for those of the other arm.
+    Rounding makes tokens differ at several positions, by amounts of similar size. A single departure, or one far beyond
+    the others, is a fault: it must not become the bound for the other arm.
     """
     margins = np.concatenate([one.margins for one in judged])
     margins = margins[(margins > 0.0) & (margins <= ENGINE_NOISE)]
@@ -298,7 +298,7 @@ class Likelihoods:
     """How likely the tokens of two arms are, prompt by prompt.
 
     Attributes:
-        prompts: that both answered.
+        prompts: number of prompts that both answered.
         difference: of the mean log p of a token, the second arm's less the first's.
         low: of its 95 % interval; None with one prompt.
         high: see `low`.
@@ -311,7 +311,7 @@ class Likelihoods:
 
 
 def likelihoods(first: Arm, second: Arm) -> Likelihoods | None:
-    """The second arm's tokens beside the first's, paired by prompt (t interval); None: they share no prompt."""
+    """Compares the second arm's tokens with the first's, paired by prompt (t interval); None without common prompts."""
 
     def means(arm: Arm) -> dict[tuple[int, ...], float]:
         sums: dict[tuple[int, ...], list[tuple[float, int]]] = defaultdict(list)
@@ -332,10 +332,10 @@ def likelihoods(first: Arm, second: Arm) -> Likelihoods | None:
 
 
 def first_tokens(referee: Referee, arm: Arm) -> Iterator[tuple[Answered, int, float]]:
-    """Of each prompt with many answers: one of them, how many, and the p value of their first tokens.
+    """Yields, for each prompt with many answers: one of them, their number, and the p value of their first tokens.
 
-    Exact binomial tests of how many are frequent tokens, and how many are each of these; the least p times their number
-    (Bonferroni). A chi-square of some cells with five expected answers gives p values that are too small.
+    The p value is the least one of exact binomial tests of the count of all frequent tokens and of each of these, times
+    their number (Bonferroni). Chi-square tests of cells with five expected answers have too small p values.
     """
     by_prompt: dict[tuple[int, ...], list[Answered]] = defaultdict(list)
     for one in arm.judged:
@@ -364,7 +364,7 @@ def multinomial_p(counts: np.ndarray, probs: np.ndarray) -> float:
 
 
 def same_answers(first: Arm, second: Arm) -> tuple[int, int]:
-    """How many answers of two arms to one prompt are the same up to their end, and how many there are of both."""
+    """Number of answers to common prompts that are equal in two arms up to their end, and of all answers compared."""
     queues: dict[tuple[int, ...], list[list[int]]] = defaultdict(list)
     for one in first.judged:
         queues[tuple(one.answer.prompt)].append(truncate_at_stop(one.answer.tokens, first.stop_ids))

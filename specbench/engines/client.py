@@ -17,32 +17,32 @@ if TYPE_CHECKING:
 DONE = "[DONE]"
 # HTTP's codes from 400 to below 500 refuse a request; all others than 200 are a failure of the server.
 BAD_REQUEST, TOO_MANY, FAILED = 400, 429, 500
-SHOWN = 200  # characters of what a server says of an error
-READY_SECONDS = 2.0  # to wait for a word of whether it is ready
+SHOWN = 200  # characters of a server's error message
+READY_SECONDS = 2.0  # time limit of a readiness check
 
 
 class EngineError(Exception):
-    """What a server did wrong, in one line."""
+    """A failure of a server, in one line."""
 
 
 class RefusedError(UserError):
-    """A request that a server in good order does not take, such as one that is too long for it."""
+    """A request that a working server refuses, such as one that is too long for it."""
 
 
 def events(url: str, path: str, body: Mapping, timeout: float) -> Iterator[tuple[float, dict[str, Any]]]:
-    """Posts a request and yields each event of the stream as it arrives; whoever stops reading hangs up.
+    """Posts a request and yields each event of the stream as it arrives; closing the generator closes the connection.
 
     Args:
         url: of the server.
         path: of the request.
         body: becomes JSON.
-        timeout: seconds without an event.
+        timeout: most seconds without an event.
 
     Yields:
         `time.perf_counter()` of the arrival, and the event.
 
     Raises:
-        EngineError: The server refuses, falls silent, breaks off or sends what is no JSON.
+        EngineError: The server fails, sends nothing for too long, breaks off or sends invalid JSON.
     """
     with closing(_connection(url, timeout)) as connection:
         try:
@@ -72,7 +72,7 @@ def events(url: str, path: str, body: Mapping, timeout: float) -> Iterator[tuple
 
 
 def is_ready(url: str, path: str) -> bool:
-    """Whether a server answers a request for a path with 200, in time."""
+    """Whether a server answers a GET request with 200, in time."""
     with closing(_connection(url, READY_SECONDS)) as connection:
         try:
             connection.request("GET", _at(url, path))
@@ -88,12 +88,12 @@ def _connection(url: str, timeout: float) -> http.client.HTTPConnection:
 
 
 def _at(url: str, path: str) -> str:
-    """A path below that of a URL, such as a gateway's; the /v1 that some write behind a server's is in `path`."""
+    """A path below that of a URL, such as a gateway's; a trailing /v1 of the URL is dropped, since `path` has it."""
     return urlsplit(url).path.rstrip("/").removesuffix("/v1") + path
 
 
 def _event(content: str) -> dict[str, Any]:
-    """One event. Raises EngineError for half of one, or for an error that the server tells in it."""
+    """Parses one event. Raises EngineError for a malformed one, or for an error that the server reports in it."""
     try:
         event = json.loads(content)
     except ValueError as error:

@@ -1,6 +1,6 @@
 """How servers are asked for token ids: llama.cpp's `/completion`, and OpenAI's completions as vLLM extends them.
 
-A dialect asks one request and gives the target passes that the answer came from, as far as the server shows them.
+A dialect sends one request and returns the target passes of the answer, as far as the server reports them.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ if TYPE_CHECKING:
 
     from specbench.decoding.state import Request
 
-# What a server would else take from the checkpoint's generation settings.
+# Settings that a server would otherwise take from the checkpoint's generation config.
 NEUTRAL = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0} | {
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
 }
-TOP = 2  # tokens of each place whose log-probabilities are asked for
+TOP = 2  # tokens per position whose log-probabilities are requested
 FINISHED = ("stop", "length")  # how an answer ends; any other reason is a failure of the server
-UNSTREAMED = 10  # times as long as for an event a whole answer may take
+UNSTREAMED = 10  # time limit of a whole answer, as a multiple of that of an event
 
 
 @dataclass(slots=True)
 class TargetPass:
-    """One pass of the target, as a server shows it.
+    """One pass of the target, as a server reports it.
 
     Attributes:
         at: `time.perf_counter()` when its last token arrived.
-        tokens: that it gave.
-        drafted: that it verified; None: the server does not say.
-        accepted: of these; None: as many as its tokens tell. It may be more where the answer ended inside the draft.
+        tokens: that it produced.
+        drafted: draft tokens that it verified; None: not reported.
+        accepted: of these; None: to be derived from `tokens`. It may be more if the answer ended inside the draft.
     """
 
     at: float
@@ -51,13 +51,13 @@ class Reply:
     """One answer of a server.
 
     Attributes:
-        passes: the prompt's first, which gives one token.
+        passes: the prompt's first, which produces one token.
         ended: `time.perf_counter()` when the last event of the answer arrived.
-        prompt_tokens: that the server says it read.
-        cached_tokens: of them, those that it remembered instead; None: it does not say.
-        echoed: the settings that it says it used, by the names of `SamplingParams` and `Request`.
-        tops: by place, log-probabilities by id, where they were asked for.
-        complete: adds what the stream left out, which takes another request, not to be timed; None: it has all.
+        prompt_tokens: number of tokens that the server reports it read.
+        cached_tokens: of them, those taken from its cache instead; None: not reported.
+        echoed: the settings that it reports it used, by the names of `SamplingParams` and `Request`.
+        tops: for each position, log-probabilities by id, if requested.
+        complete: adds what the stream left out, with another request, which is not timed; None: nothing is missing.
     """
 
     passes: list[TargetPass] = field(default_factory=list)
@@ -89,7 +89,7 @@ class SentToken:
         token: its id.
         drafted: draft tokens of the answer so far.
         accepted: of these.
-        top: log-probabilities by id, where they were asked for.
+        top: log-probabilities by id, if requested.
     """
 
     at: float
@@ -102,15 +102,15 @@ class SentToken:
 def llama_cpp(url: str, request: Request, stops: frozenset[int], timeout: float, tops: bool = False) -> Reply:
     """Asks llama.cpp's server.
 
-    It sends an event for each token, with its counts of draft tokens so far. They change with the first token of a
-    pass: as many as were accepted, and one, belong to it.
+    It sends an event for each token, with the counts of draft tokens so far. They change at the first token of a pass,
+    which has as many tokens as were accepted, and one more.
 
     Args:
         url: of the server.
         request: what to decode.
         stops: token ids that end the answer.
-        timeout: seconds without an event.
-        tops: also ask for log-probabilities.
+        timeout: most seconds without an event.
+        tops: whether to request log-probabilities.
 
     Raises:
         EngineError: The server fails, or its counts do not fit its tokens.
@@ -161,7 +161,7 @@ def llama_cpp(url: str, request: Request, stops: frozenset[int], timeout: float,
         reply.tops = [one.top for one in every] if tops else []
 
     def complete() -> None:
-        """Raises UserError where the answer without a stream is another one."""
+        """Raises UserError if the answer without a stream differs."""
         last = SentToken(reply.ended, 0, drafted, accepted, {})
         take(_completed(seen, _unstreamed(url, body, stops, timeout), last))
         reply.complete = None
@@ -174,7 +174,7 @@ def llama_cpp(url: str, request: Request, stops: frozenset[int], timeout: float,
 
 
 def _unstreamed(url: str, body: Mapping, stops: frozenset[int], timeout: float) -> list[int]:
-    """The token ids of the same answer, asked for without a stream: one event, after all of it."""
+    """The token ids of the same answer, requested without a stream: one event at the end."""
     at_once = events(url, "/completion", {**body, "stream": False}, UNSTREAMED * timeout)
     return truncate_at_stop([token for _, event in at_once for token in event.get("tokens") or ()], stops)
 
@@ -182,7 +182,7 @@ def _unstreamed(url: str, body: Mapping, stops: frozenset[int], timeout: float) 
 def _completed(streamed: list[SentToken], tokens: list[int], last: SentToken) -> list[SentToken]:
     """A stream with the tokens that llama.cpp leaves out of it: those that end inside a character.
 
-    Each gets time and counts of the next token that was sent, or of the last event where none was.
+    Each gets time and counts of the next token that was sent, or of the last event if none was.
 
     Args:
         streamed: the tokens that were sent.
@@ -207,7 +207,7 @@ def _completed(streamed: list[SentToken], tokens: list[int], last: SentToken) ->
 
 
 def _passes_of_tokens(streamed: list[SentToken]) -> list[TargetPass]:
-    """The passes that tokens came from, by the counts that came with them; the prompt's gives the first one alone."""
+    """Groups tokens into passes by their counts; the prompt's pass has only the first one."""
     passes = [TargetPass(one.at, [one.token]) for one in streamed[:1]]
     left = drafted = accepted = 0
     for one in streamed[1:]:
@@ -229,11 +229,11 @@ def openai(
     tops: bool = False,
     model: str | None = None,
 ) -> Reply:
-    """Asks a server for completions as vLLM gives them, with token ids; as `llama_cpp`.
+    """Asks a server for completions in vLLM's form, with token ids; arguments as in `llama_cpp`.
 
-    It sends an event for each pass, or, where it is busy, one for several. What was drafted it tells at the end, if
-    it was started with `--per-request-spec-decode-metrics detailed`. `model` is the name that the server has for it,
-    where it wants one.
+    It sends an event for each pass or, when busy, one for several. It reports draft counts at the end, if it was
+    started with `--per-request-spec-decode-metrics detailed`. `model` is the server's name of the model, if it requires
+    one.
     """
     decoding = request.decoding
     body = {
@@ -268,7 +268,7 @@ def openai(
 
 
 def _add_choice(reply: Reply, at: float, choice: Mapping) -> bool:
-    """Adds the tokens of an event; returns whether they end the answer. Raises EngineError where the server gave up."""
+    """Adds the tokens of an event; returns whether they end the answer. Raises EngineError if the server gave up."""
     ids = choice.get("token_ids") or []
     if ids and not reply.passes:
         reply.passes.append(TargetPass(at, ids[:1], None))
@@ -289,10 +289,10 @@ def _add_choice(reply: Reply, at: float, choice: Mapping) -> bool:
 
 
 def _counted(events: list[TargetPass], accepted: list[int], drafted: list[int]) -> list[TargetPass]:
-    """The passes that events are of, with what each verified: one pass each, or several that came together.
+    """Splits events into passes with their draft counts: an event holds one pass, or several that were sent together.
 
-    Of several passes of one token it is not told which had a draft: the later ones are taken. The last pass may be cut
-    short, by a stop token or at the cap.
+    If several passes have one token, the server does not report which had a draft: the later ones are assumed. The last
+    pass may be cut short, by a stop token or at the cap.
 
     Args:
         events: with the tokens and the time of each.
@@ -330,15 +330,15 @@ def _counted(events: list[TargetPass], accepted: list[int], drafted: list[int]) 
 
 
 def _ends(boundaries: list[int], sizes: list[int], is_cut: bool = False) -> list[int] | None:
-    """Where passes end, found from the end; between them lie passes of one token.
+    """Finds where passes end, from the last one backwards; passes of one token fill the gaps.
 
     Args:
-        boundaries: of events, in tokens, which no pass crosses; the last one is the number of all.
+        boundaries: of events, in tokens, which no pass crosses; the last one is the total.
         sizes: tokens of each pass.
         is_cut: whether the last one was cut short, so that nothing follows it.
 
     Returns:
-        In tokens from the beginning; None where there is no room.
+        The ends in tokens from the beginning; None if the passes do not fit.
     """
     ends: list[int] = []
     at, inside = boundaries[-1], set(boundaries)

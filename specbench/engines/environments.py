@@ -1,4 +1,4 @@
-"""Environments of their own for engines: what they require would not go together with what this project does."""
+"""Separate environments for engines, whose requirements conflict with those of this project."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from specbench.system.settings import check
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-COMPLETE = "installed"  # a file that says that an environment is complete
+COMPLETE = "installed"  # a file that marks an environment as complete
 # Prints what a distribution requires, its extras included.
 REQUIRES = "import importlib.metadata as m, json, sys; print(json.dumps(m.requires(sys.argv[1]) or []))"
 # Prints the distribution that has a module, with its version.
@@ -33,7 +33,7 @@ VERSION = (
 
 
 def check_install(install: Mapping) -> None:
-    """Raises UserError where what an environment holds is not given as lists: a text would be one of letters."""
+    """Raises UserError if the contents of an environment are not lists: a text would be read as a list of letters."""
     check("engine.install.requirements", install.get("requirements"), list[str])
     check("engine.install.without", install.get("without"), list[str] | None)
     if not install["requirements"]:
@@ -41,9 +41,9 @@ def check_install(install: Mapping) -> None:
 
 
 def environment(install: Mapping) -> Path:
-    """Where the environment of an engine lies: one for each content, as `conf/engine/NAME.yaml` has it in `install`.
+    """The folder of an engine's environment: one for each content of `install` in `conf/engine/NAME.yaml`.
 
-    And for each Python and kind of processor: a home may serve several machines, and an update may replace a Python.
+    Python version and kind of processor count, too: machines may share a home, and an update may replace Python.
     """
     content = dict(install), sys.version_info[:2], platform.machine()
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:8]
@@ -51,7 +51,7 @@ def environment(install: Mapping) -> Path:
 
 
 def interpreter(name: str, install: Mapping) -> Path:
-    """The Python of an engine's environment. Raises UserError where it was not installed."""
+    """The Python of an engine's environment. Raises UserError if it was not installed."""
     folder = environment(install)
     if not (folder / COMPLETE).exists():
         named = ", ".join(install["requirements"])
@@ -83,7 +83,7 @@ def program(name: str, install: Mapping, python: str | None, module: str) -> tup
 
 @functools.cache
 def _version(path: Path, module: str, python: str | None) -> str:
-    """The distribution that has a module, with its version: kept, since a run's check and its engine both ask."""
+    """The distribution that has a module, with its version: cached, since a run's check and its engine both need it."""
     done = subprocess.run(
         [path, "-c", VERSION, module],
         env=os.environ | variables(python),
@@ -95,16 +95,16 @@ def _version(path: Path, module: str, python: str | None) -> str:
 
 
 def variables(python: str | None) -> dict[str, str]:
-    """What the interpreter of an engine gets beside this process's variables.
+    """Environment variables for an engine's interpreter, beside those of this process.
 
-    In an environment of ours it finds nothing outside: pip would take that for installed. An interpreter that is named
-    with engine.python may need it.
+    Our own environments must not find packages outside, which pip would count as installed. An interpreter that is
+    named with engine.python may need them.
     """
     return {"PYTHONPATH": "", "PYTHONHOME": ""} if python is None else {}
 
 
 def make_environment(name: str, install: Mapping) -> Path:
-    """Makes the environment of an engine, where it is not there; one that was begun is gone on with.
+    """Makes the environment of an engine unless it exists; an incomplete one is resumed.
 
     Args:
         name: of the engine.
@@ -115,7 +115,7 @@ def make_environment(name: str, install: Mapping) -> Path:
         Its Python.
 
     Raises:
-        UserError: `install` is of another form, Python has no pip for it, or pip cannot install what it requires.
+        UserError: `install` is malformed, Python has no pip for it, or pip cannot install what it requires.
     """
     check_install(install)
     folder = make_folder(environment(install))
@@ -147,13 +147,13 @@ def _pip(name: str, python: Path, arguments: Sequence[str]) -> None:
 
 
 def _requirements_of(name: str, python: Path, requirement: str, without: set[str]) -> list[str]:
-    """What an installed distribution requires, those of its extras and some others left out."""
+    """The requirements of an installed distribution, without those of its extras and those in `without`."""
     listed = json.loads(_printed(name, python, "-c", REQUIRES, _name(requirement)))
     return [one for one in listed if "extra ==" not in one and _name(one) not in without]
 
 
 def _printed(name: str, python: Path, *arguments: str) -> str:
-    """What the Python of an engine's environment prints. Raises UserError with the last line of what went wrong."""
+    """The output of a command of an engine's Python. Raises UserError with the last line of its errors."""
     done = subprocess.run(
         [str(python), *arguments],
         env=os.environ | variables(None),

@@ -19,8 +19,8 @@ class LlamaCpp(ServedEngine):
     """Two servers of llama.cpp, alive side by side on the same cores.
 
     Args:
-        pair: whose target and draft model they get, as GGUF files in the pair's dtype.
-        drafter: configuration of what the speculative one drafts as.
+        pair: provides their target and draft model, as GGUF files in the pair's dtype.
+        drafter: configuration of the run's drafter, whose name selects an entry of `speculative`.
         threads: of each server.
         plain: parameters of both, as xllamacpp spells them.
         speculative: by method, parameters of the speculative one, those of `speculative` there.
@@ -28,9 +28,9 @@ class LlamaCpp(ServedEngine):
         python: an interpreter that has xllamacpp; None: that of the environment.
         target: a GGUF file in place of the pair's target, such as a quantised one.
         draft: likewise of the draft model.
-        start_seconds: that starting a server may take.
-        answer_seconds: without an event, after which a server counts as hung.
-        batch_size: requests that a server is given at once.
+        start_seconds: time limit for starting a server.
+        answer_seconds: time without an event after which a server counts as hung.
+        batch_size: requests that a server gets at once.
 
     Raises:
         UserError: A model cannot become a GGUF file.

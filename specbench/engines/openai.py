@@ -24,7 +24,7 @@ def _is_url(value: object) -> bool:
         parts = urlsplit(value)
         (parts.hostname or "").encode("idna")
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # of a port that is no number, or a name that is none
+    except ValueError:  # for a port that is no number, or an invalid name
         return False
 
 
@@ -33,20 +33,20 @@ class OpenAI(ServedEngine):
 
     Args:
         pair: whose target they serve.
-        drafter: configuration of what the speculative one drafts as.
+        drafter: configuration of the run's drafter.
         threads: unused; whoever started the servers chose theirs.
         plain_url: of the plain server; None: `check` refuses it.
         speculative_url: of the speculative one.
-        speculative: by method, what is known of how it drafts; for tables alone.
+        speculative: by method, its known draft settings; for tables only.
         dialect: how they are asked: openai (vLLM), or llama_cpp.
-        model: the name that the servers have for it, where they want one.
+        model: the servers' name of the model, if they require one.
         version: of the engine, for tables.
-        start_seconds: to wait until they are ready.
-        answer_seconds: without an event, after which a server counts as hung.
-        batch_size: requests that a server is given at once.
+        start_seconds: time limit until they are ready.
+        answer_seconds: time without an event after which a server counts as hung.
+        batch_size: requests that a server gets at once.
     """
 
-    same_weights = False  # in which type they hold them, and on which device, they do not tell
+    same_weights = False  # the servers report neither their dtype nor their device
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class OpenAI(ServedEngine):
 
     @classmethod
     def check(cls, settings: Mapping[str, Any], drafter: Mapping[str, Any], batch_size: int) -> None:
-        """As of every engine. Raises UserError where a URL is missing, or the dialect unknown, too."""
+        """As in `ServedEngine`. Also raises UserError if a URL is missing or the dialect unknown."""
         super().check(settings, drafter, batch_size)
         for name in (PLAIN, SPECULATIVE):
             url = settings.get(f"{name}_url")

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 SCRIPT = STANDALONE / "serve_openvino.py"
 PRECISIONS = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
-KIND = "F16"  # the matrices of the GGUF files that it reads: of F32 and BF16 it takes none
-PRE_TOKENIZER = "smollm"  # one of the ways to split text that it knows; it is asked for token ids alone
+KIND = "F16"  # type of the matrices in its GGUF files: it reads neither F32 nor BF16
+PRE_TOKENIZER = "smollm"  # one of the ways to split text that it knows; requests hold only token ids
 LOOKUP, CACHING = "lookup", "enable_prefix_caching"
 
 
@@ -32,9 +32,9 @@ class OpenVINO(ServedEngine):
     """Two servers of OpenVINO, alive side by side on the same cores.
 
     Args:
-        pair: whose target and draft model they get, as GGUF files with matrices in float16. They compute in the pair's
+        pair: provides their target and draft model, as GGUF files with matrices in float16. They compute in the pair's
             dtype.
-        drafter: configuration of what the speculative one drafts as.
+        drafter: configuration of the run's drafter, whose name selects an entry of `speculative`.
         threads: of each server.
         plain: properties of the device for both, as OpenVINO spells them; `scheduler` holds settings of its scheduler.
         speculative: by method, settings of the speculative one's generation; `lookup: true` looks drafts up, else the
@@ -42,12 +42,12 @@ class OpenVINO(ServedEngine):
         install: what the environment holds.
         python: an interpreter that has openvino_genai; None: that of the environment.
         target: a GGUF file in place of the pair's target, such as a quantised one.
-        start_seconds: that starting a server may take.
-        answer_seconds: without an event, after which a server counts as hung.
-        batch_size: requests that a server is given at once: 1.
+        start_seconds: time limit for starting a server.
+        answer_seconds: time without an event after which a server counts as hung.
+        batch_size: requests that a server gets at once: 1.
 
     Raises:
-        UserError: A model cannot become a GGUF file, or there is no draft model where one drafts.
+        UserError: A model cannot become a GGUF file, or a required draft model is missing.
     """
 
     module = "openvino_genai"
@@ -99,7 +99,7 @@ class OpenVINO(ServedEngine):
 
     @classmethod
     def check(cls, settings: Mapping[str, Any], drafter: Mapping[str, Any], batch_size: int) -> None:
-        """As of every engine. Raises UserError for a batch, and for a scheduler that keeps prompts, too."""
+        """As in `ServedEngine`. Also raises UserError for a batch, or for a scheduler that caches prompts."""
         super().check(settings, drafter, batch_size)
         if batch_size > 1:
             raise UserError("engine openvino takes one answer at a time: leave batch_size out")
@@ -116,6 +116,6 @@ def _as_file(pair: Pair, model: PreTrainedModel, what: str) -> Path:
 
 
 def _fits(model: PreTrainedModel) -> bool:
-    """Whether matrices lose nothing in float16."""
+    """Whether all matrices are exact in float16."""
     matrices = (weight for weight in model.state_dict().values() if weight.ndim == 2)
     return all(bool((weight.half().to(weight.dtype) == weight).all()) for weight in matrices)

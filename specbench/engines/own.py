@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Streamed(Scheduler):
-    """Runs one sequence, and sends what a round has added to its answer before the next one begins."""
+    """Runs one sequence, and sends the new tokens of each round before the next one begins."""
 
     def __init__(self) -> None:
         super().__init__(1)
@@ -32,7 +32,7 @@ class Streamed(Scheduler):
 
     @contextmanager
     def sending(self, send: Send) -> Iterator[None]:
-        """While it is open, sends each pass once the next round begins; `tell` sends the last one."""
+        """Within the context, sends each pass when the next round begins; `tell` sends the last one."""
         self._send, self._sent = send, 0
         try:
             yield
@@ -47,14 +47,14 @@ class Streamed(Scheduler):
         return super().choose(held)
 
     def tell(self, answer: list[int], drafted: int | None, accepted: int) -> None:
-        """Sends what an answer has that was not sent, if somebody listens, with the counts of its last round."""
+        """Sends the unsent tokens of an answer with the counts of its last round, if there is a receiver."""
         if self._send is not None and len(answer) > self._sent:
             self._send(answer[self._sent :], drafted, accepted)
             self._sent = len(answer)
 
 
 class OwnDecoder:
-    """Decodes what a server of completions is asked for.
+    """Decodes the requests of a server of completions.
 
     Args:
         pair: with the target.

@@ -1,7 +1,7 @@
 """Other engines as arms of a run: one server decodes plainly, another one speculates, and both answer token ids.
 
-Baseline and method are the same engine without and with speculation. What each of them is asked, and when, is the run's
-business, as with arms of our own.
+Baseline and method are the same engine without and with speculation. The run decides what each of them is asked, and
+when, as with our own arms.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ RESTARTS = 3  # of a server in a run, before it is given up
 REMEMBERS = (
     0.9  # of the passes of first answers: with fewer for the same answers again, drafts come from memory
 )
-LEAST_MERGED = 3  # in one answer: a short one may come in a few pieces
-MERGED = 0.25  # of the plain server's passes: where more seem to give several tokens it drafts, and is not just busy
+LEAST_MERGED = 3  # in one answer: a short one may arrive in a few pieces
+MERGED = 0.25  # of the plain server's passes: if more have several tokens, it drafts and is not just busy
 PLAIN, SPECULATIVE = "plain", "speculative"
 LOCAL = ("127.0.0.1", "localhost", "::1")
 
@@ -49,8 +49,8 @@ class ServedEngine:
         pair: whose target they serve.
         servers: by `PLAIN` and `SPECULATIVE`.
         dialect: a name in `dialects.DIALECTS`.
-        answer_seconds: without an event, after which a server counts as hung.
-        batch_size: requests that a server is given at once.
+        answer_seconds: time without an event after which a server counts as hung.
+        batch_size: requests that a server gets at once.
 
     Attributes:
         version: of the engine.
@@ -79,15 +79,15 @@ class ServedEngine:
 
     @classmethod
     def check(cls, settings: Mapping[str, Any], drafter: Mapping[str, Any], batch_size: int) -> None:
-        """Refuses what cannot be measured whatever the models are, before one is loaded.
+        """Refuses configurations that cannot be measured with any models, before one is loaded.
 
         Args:
             settings: of the engine, as conf/engine/ has them.
-            drafter: configuration of what the speculative server drafts as.
-            batch_size: requests that a server is given at once.
+            drafter: configuration of the run's drafter.
+            batch_size: requests that a server gets at once.
 
         Raises:
-            UserError: The engine is not installed, or a file that is named is not there.
+            UserError: The engine is not installed, or a named file does not exist.
         """
         if cls.module is not None and settings.get("install"):
             check_install(settings["install"])
@@ -103,18 +103,18 @@ class ServedEngine:
 
     @property
     def ports(self) -> set[int]:
-        """Of servers on this machine that are not ours: what they compute is no disturbance."""
+        """Ports of servers on this machine that are not ours: their work does not count as a disturbance."""
         urls = [urlsplit(server.url) for server in self.servers.values() if not server.is_ours]
         return {url.port for url in urls if url.hostname in LOCAL and url.port is not None}
 
     def open(self, prompts: Sequence[Request]) -> None:
-        """Starts both servers, and asks them what must be known before anything is timed.
+        """Starts both servers and checks them before anything is timed.
 
         Args:
             prompts: requests of the warm-up.
 
         Raises:
-            UserError: A server does not start, or does not do what a measurement rests on.
+            UserError: A server does not start, or does not meet the requirements of a measurement.
         """
         self._target_bytes = counted(self.pair.staged.pass_bytes()) if self.same_weights else None
         try:
@@ -126,7 +126,7 @@ class ServedEngine:
         except EngineError as error:
             self.close()
             raise UserError(f"the engine cannot be measured: {error}") from error
-        except BaseException:  # also where the run is stopped meanwhile: no server stays
+        except BaseException:  # also if the run is stopped meanwhile: no server remains
             self.close()
             raise
 
@@ -143,7 +143,7 @@ class ServedEngine:
         return (yield from self._rounds(SPECULATIVE, requests, self.batch_size))
 
     def tops(self, request: Request) -> tuple[list[int], list[dict[int, float]]]:
-        """An answer of the plain server, and log-probabilities by id at each place; of none where it gives none."""
+        """An answer of the plain server, and log-probabilities by id at each position; [] if it reports none."""
         try:
             reply = self._reply(PLAIN, request, tops=True).completed()
         except (EngineError, RefusedError) as error:
@@ -159,7 +159,7 @@ class ServedEngine:
     # -- asking
 
     def _rounds(self, name: str, requests: list[Request], at_once: int) -> Rounds:
-        """Answers, of which so many are asked for at once; each has then the share of the time that its tokens have."""
+        """Answers requests, `at_once` at a time; if several, each gets the share of the time that its tokens have."""
         if at_once == 1:
             answers = []
             for request in requests:
@@ -167,7 +167,7 @@ class ServedEngine:
                 yield len(answers[-1].tokens)
             return answers
         starts = None
-        while starts != self.servers[name].starts:  # once more where a restart lies within the time
+        while starts != self.servers[name].starts:  # once more if a server was restarted meanwhile
             starts, begun = self.servers[name].starts, time.perf_counter()
             with ThreadPoolExecutor(at_once) as pool:
                 replies = [*pool.map(partial(self._answer, name, several=True), requests)]
@@ -177,7 +177,7 @@ class ServedEngine:
         ]
         tokens = sum(len(answer.tokens) for answer in answers)
         yield tokens
-        # Which requests shared a pass the server does not tell, and so not what it read for each.
+        # The server does not report which requests shared a pass, so the bytes read for each are unknown.
         unknown: dict[str, Any] = {
             "sequences": at_once,
             "draft_bytes": None,
@@ -195,19 +195,19 @@ class ServedEngine:
         ]
 
     def _answer(self, name: str, request: Request, several: bool = False) -> tuple[Reply, float]:
-        """An answer, of several at once or alone, and when it was asked for.
+        """An answer, alone or one of several at once, and the time of its request.
 
-        A server that fails is started again, once for each answer.
+        A failed server is restarted once for each answer.
         """
         server = self.servers[name]
-        # While it starts, its number of starts is not yet that of a server that answers.
+        # During a restart, `starts` already counts a server that does not answer yet.
         with self._restarting:
             starts = server.starts
         try:
             return self._timed(name, request, several)
         except EngineError as error:
             self.faults.append(f"{name}: {error}")
-            with self._restarting:  # of several requests that fail together the first
+            with self._restarting:  # only the first of several requests that fail together
                 if server.starts == starts:
                     if not server.is_ours or starts > RESTARTS:
                         raise JobError(f"the {name} server failed: {error}") from error
@@ -250,7 +250,7 @@ class ServedEngine:
     def _generation(
         self, name: str, reply: Reply, begun: float, request: Request, several: bool = False
     ) -> Generation:
-        """A reply as the journal holds it: the prompt's pass, then a round for each other one."""
+        """Converts a reply for the journal: the prompt's pass, then a round for each other pass."""
         if reply.cached_tokens:
             self._note(
                 f"{name}: it remembers prompts, which makes second answers faster: disable its prefix cache"
@@ -288,14 +288,14 @@ class ServedEngine:
         return Generation(tokens, first.at - begun, reply.ended - begun, finish, steps)
 
     def _note(self, fault: str) -> None:
-        """Adds a fault that is noted once."""
+        """Adds a fault unless it was noted before."""
         if fault not in self.faults:
             self.faults.append(fault)
 
     # -- before anything is timed
 
     def _shake_hands(self, requests: Sequence[Request]) -> None:
-        """Raises UserError where a server does not do what a measurement rests on, with what to set.
+        """Raises UserError, with what to set, if a server does not meet the requirements of a measurement.
 
         Greedy answers show that drafts are accepted; drawn ones may be wrong for another reason.
         """
@@ -340,7 +340,7 @@ class ServedEngine:
 
     @staticmethod
     def _check_drafts(passes: list[TargetPass]) -> None:
-        """Raises UserError unless some drafts are accepted; not every server tells how many tokens it drafts."""
+        """Raises UserError unless some drafts are accepted; not every server reports how many tokens it drafts."""
         counts = [one.drafted for one in passes if one.drafted is not None]
         if counts and not any(counts):
             raise UserError("the speculative server drafts nothing: is its kind of speculation named?")
@@ -352,15 +352,15 @@ class ServedEngine:
 
 
 def _merged(passes: list[TargetPass]) -> int:
-    """How many of the passes of an answer, as its events tell them, gave several tokens."""
+    """Number of an answer's passes that, by its events, produced several tokens."""
     return sum(len(one.tokens) > 1 for one in passes)
 
 
 def _apart(name: str, passes: list[TargetPass]) -> list[TargetPass]:
-    """The passes of one of several answers at once: a busy server sends some of them together.
+    """Separates the passes of one of several answers at once: a busy server sends some of them together.
 
-    The plain server gives a token in each. What a speculative one gives in each only its counts tell: without them no
-    pass is known.
+    Each pass of the plain server produces one token. For a speculative one, only counts show what each pass produced:
+    without them no pass is known.
     """
     if name == PLAIN:
         return [TargetPass(one.at, [token]) for one in passes for token in one.tokens]
@@ -368,7 +368,7 @@ def _apart(name: str, passes: list[TargetPass]) -> list[TargetPass]:
 
 
 def _check_read(name: str, reply: Reply, request: Request) -> None:
-    """Raises UserError unless a server has read the prompt, all of it, and taken the settings."""
+    """Raises UserError unless a server has read the whole prompt and used the settings."""
     if reply.prompt_tokens is not None and reply.prompt_tokens != len(request.prompt):
         raise UserError(
             f"the {name} server read {reply.prompt_tokens} tokens of a prompt of {len(request.prompt)}: "

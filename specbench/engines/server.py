@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
 HOST = "127.0.0.1"
-POLL_SECONDS = 0.05  # between two looks whether a server is ready
-END_SECONDS = 10.0  # that a server has to end when it is asked to
+POLL_SECONDS = 0.05  # between two readiness checks
+END_SECONDS = 10.0  # for a server to end when it is asked to
 SUPERVISOR = Path(__file__).with_name("supervise.py")
 STANDALONE = Path(__file__).with_name(
     "standalone"
@@ -42,12 +42,12 @@ class Server:
 
     Attributes:
         name: of the arm that it serves, for errors.
-        url: that it answers at.
-        command: starts it, from the URL's port; None: somebody else does.
+        url: its address.
+        command: makes the command that starts it, from the URL's port; None: somebody else starts it.
         ready: the path that answers 200 when it is ready.
-        seconds: that starting may take.
-        cores: that it runs on once it is ready; none: all. Compiling may take all.
-        environment: variables that it gets beside those of this process.
+        seconds: time limit for starting.
+        cores: that it runs on once it is ready; empty: all. Until then it may use all, to compile.
+        environment: variables that it gets in addition to those of this process.
         starts: how often it was started.
     """
 
@@ -81,7 +81,7 @@ class Server:
         )
 
     def wait(self) -> None:
-        """Waits until the server is ready, and gives it its cores. Raises UserError where it ends or takes too long."""
+        """Waits until the server is ready, and gives it its cores. Raises UserError if it ends or takes too long."""
         deadline = time.monotonic() + self.seconds
         while not is_ready(self.url, self.ready):
             if self._process is not None and self._process.poll() is not None:
@@ -126,7 +126,7 @@ class Server:
 
 
 def own_environment() -> dict[str, str]:
-    """What a server inherits: not how our threads wait, which other engines and their OpenMP choose for themselves."""
+    """The environment that a server inherits, without how our threads wait: other engines choose that themselves."""
     return {name: value for name, value in os.environ.items() if WAITING.get(name) != value}
 
 
@@ -139,7 +139,7 @@ def scripted(
     cores: Collection[int],
     environment: dict[str, str],
 ) -> Server:
-    """A server that a script in an engine's environment is: `python SCRIPT PORT JSON`; arguments as of `Server`."""
+    """A server run by a script in an engine's environment: `python SCRIPT PORT JSON`; arguments as in `Server`."""
     words = json.dumps(settings)
     return Server(
         arm,
@@ -154,7 +154,7 @@ def scripted(
 def shared_cores(threads: int) -> list[int]:
     """The cores of the servers of a run, the same for all: one waits while the other works.
 
-    Of the threads that share a core one is taken first, and the others where there are not enough.
+    One hardware thread of each core is taken first, the others only if these are not enough.
     """
     taken: set[str] = set()
     cores: list[int] = []
@@ -175,7 +175,7 @@ def free_port() -> int:
 
 
 def _pin(process: subprocess.Popen, cores: Collection[int]) -> None:
-    """Gives cores to all threads of a process and of those that it has started."""
+    """Pins all threads of a process, and of those that it has started, to cores."""
     parent = psutil.Process(process.pid)
     for one in (parent, *parent.children(recursive=True)):
         with suppress(psutil.NoSuchProcess):  # it has ended meanwhile, or one of its threads

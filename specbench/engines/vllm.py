@@ -30,31 +30,31 @@ from specbench.system.settings import LASTING, MEMORY, Positive
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-# What its processes are told: no network, no reports of use; where the user says nothing, one GiB of keys and values.
+# Variables of its processes: no network, no reports of use; one GiB of keys and values, unless the user sets it.
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 CACHE_SPACE = "VLLM_CPU_KVCACHE_SPACE"
 PROPOSER = "specbench.engines.vllm_proposer.Proposer"
-EXPORTED = "exported"  # set where the model is what a drafter's `export` writes
+EXPORTED = "exported"  # set if the model is what a drafter's `export` writes
 LENGTH = "num_speculative_tokens"
-PRELOADED = ("lib/libiomp5.so",)  # of the environment, where it is there: vLLM's threads want it
+PRELOADED = ("lib/libiomp5.so",)  # of the environment, if it exists: vLLM's threads need it
 
 
 class Vllm(ServedEngine):
     """Two servers of vLLM, alive side by side on the same cores.
 
     Args:
-        pair: whose target and draft model they get, as folders in the pair's dtype.
-        drafter: configuration of what the speculative one drafts as.
+        pair: provides their target and draft model, as folders in the pair's dtype.
+        drafter: configuration of the run's drafter, whose name selects an entry of `speculative`.
         threads: of each server, on a CPU.
         plain: options of both, without `--`: {enforce-eager: true}.
-        speculative: by method, the `--speculative-config` of the second one. Its `model` is a folder, and the pair's
-            draft model where none is named; `exported: true` stands for what the drafter exports, and `own_code: true`
-            lets this project's own code draft there, with the drafter's settings.
+        speculative: by method, the `--speculative-config` of the second one. Its `model` is a folder, by default the
+            pair's draft model; `exported: true` stands for what the drafter exports, and `own_code: true` makes this
+            project's own code draft there, with the drafter's settings.
         install: what the environment holds.
         python: an interpreter that has vLLM; None: that of the environment.
-        start_seconds: that starting a server may take: it compiles.
-        answer_seconds: without an event, after which a server counts as hung.
-        batch_size: requests that a server is given at once.
+        start_seconds: time limit for starting a server, which compiles.
+        answer_seconds: time without an event after which a server counts as hung.
+        batch_size: requests that a server gets at once.
 
     Raises:
         UserError: A drafter has nothing that vLLM reads.
@@ -76,7 +76,7 @@ class Vllm(ServedEngine):
         batch_size: int = 1,
     ):
         interpreter, self.version = program("vllm", install, python, self.module)
-        # First of all: a drafter may lay the target's weights out anew.
+        # First of all: a drafter may change the layout of the target's weights.
         folder = as_folder(pair.target, pair.exported_tokenizer, f"{pair.name}-target")
         drafts = dict(speculative[drafter["name"]])
         environment = ENVIRONMENT | variables(python) | {CACHE_SPACE: os.environ.get(CACHE_SPACE, "1")}
@@ -103,7 +103,7 @@ class Vllm(ServedEngine):
             "max-model-len": pair.context_length,
             "generation-config": "vllm",
             "no-enable-prefix-caching": True,
-            "enable-prompt-tokens-details": True,  # they tell what a prefix cache remembered
+            "enable-prompt-tokens-details": True,  # they count the tokens from a prefix cache
             "max-num-seqs": batch_size,
             **plain,
         }
@@ -132,7 +132,7 @@ class Vllm(ServedEngine):
 
     @classmethod
     def check(cls, settings: Mapping[str, Any], drafter: Mapping[str, Any], batch_size: int) -> None:
-        """As of every engine. Raises UserError for a drafter of this project's that cannot draft inside vLLM, too."""
+        """As in `ServedEngine`. Also raises UserError for a prefix cache, or a drafter that cannot draft in vLLM."""
         super().check(settings, drafter, batch_size)
         plain = {key.replace("_", "-"): value for key, value in (settings.get("plain") or {}).items()}
         if plain.get("enable-prefix-caching") or plain.get("no-enable-prefix-caching") is False:
@@ -153,10 +153,10 @@ def _check_text_alone(drafter: Mapping[str, Any]) -> None:
 
 
 def _length_of(part: Path, name: str, chosen: int | None) -> int:
-    """The draft tokens of an exported part: vLLM drafts one with each head, whatever it is told.
+    """Number of draft tokens of an exported part: vLLM drafts one with each head, whatever is configured.
 
     Raises:
-        UserError: Another number is chosen: with fewer its server dies, and of more the run would tell a wrong length.
+        UserError: Another number is chosen: with fewer its server dies, with more the run would report a wrong length.
     """
     heads = read_json(part / "config.json")["num_heads"]
     if chosen not in (None, heads):
@@ -168,7 +168,7 @@ def _length_of(part: Path, name: str, chosen: int | None) -> int:
 
 
 def _importable() -> Path:
-    """A folder in which Python finds this project, and nothing else of the environment that it lies in."""
+    """A folder from which Python imports this project, and nothing else of its environment."""
     of_checkout = hashlib.sha256(str(METHODS).encode()).hexdigest()[:8]
     folder = make_folder(cache_folder() / "engines" / f"imports-{of_checkout}")
     for package in (Path(specbench.__file__).parent, METHODS):
@@ -178,7 +178,7 @@ def _importable() -> Path:
 
 
 def _words(name: str, value: Any) -> list[str]:
-    """An option as a command line has it: dictionaries as JSON, and nothing for one without a value."""
+    """An option as words of a command line: dictionaries as JSON, and none for an option without a value."""
     if value is None or (value is False and name.startswith("no-")):
         return []
     if value is False:

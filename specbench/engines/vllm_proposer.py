@@ -30,7 +30,7 @@ DEVICE = torch.device("cpu")
 
 
 class Proposer:
-    """What vLLM asks for drafts, once a round for all its rows; each row has a drafter of its own.
+    """Makes drafts for vLLM, once a round for all its rows; each row has a drafter of its own.
 
     Args:
         vllm_config: of vLLM.
@@ -57,7 +57,7 @@ class Proposer:
         """Drafts to follow the text of every row.
 
         Args:
-            sampled_token_ids: the new tokens of each row; none where a prompt is not read to its end.
+            sampled_token_ids: the new tokens of each row; empty while its prompt is not read completely.
             num_tokens_no_spec: [rows] known tokens of each, the new ones included.
             token_ids_cpu: [rows, capacity] these tokens.
             slot_mappings: not used.
@@ -78,7 +78,7 @@ class Row:
     """A drafter that follows the texts of one row, one after the other.
 
     Args:
-        drafter: that looks up.
+        drafter: a look-up drafter.
         longest: draft tokens at most.
         context: tokens of a text at most.
     """
@@ -106,7 +106,7 @@ class Row:
         return _chain(self.draft)[: batch.max_draft]
 
     def _begin(self, text: list[int], new: int) -> SequenceState:
-        """A new text in the place of the one before."""
+        """Begins a new text in place of the previous one."""
         if self.sequence is not None:
             self.drafter.end(0)
         prompt = text[:-new]
@@ -129,7 +129,7 @@ class Row:
 
 
 def _verified(draft: Draft, new: list[int]) -> Verified:
-    """What a drafter learns of a draft of which vLLM kept all new tokens but the last one."""
+    """The outcome of a draft, from which all new tokens but the last one were accepted."""
     count = len(new) - 1
     return Verified(torch.empty(1, 0), {}, torch.tensor([count]), None, [count], [new], draft)
 

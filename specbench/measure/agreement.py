@@ -1,7 +1,7 @@
-"""How far the staged forward lies from a model's own, measured against how far the model's own ways lie apart.
+"""Compares the staged forward with the model's own, relative to how far the model's own ways differ.
 
-Every order of summing rounds differently, so a model has no exact logits in its dtype: attention with one kernel or
-another, a prompt whole or in parts, give others. How far these lie apart is the model's noise. It depends on the model,
+Each order of summation rounds differently, so a model has no exact logits in its dtype: they change with the attention
+kernel, or if the prompt is processed in parts. The size of these changes is the model's noise. It depends on the model,
 the text and the dtype, from 1e-6 of the logits' scale in fp32 to some percent in bf16; on tokens that a model was never
 trained on it can be as large as the logits themselves. No fixed bound fits all of them: a bound for the worst hides
 faults in the others.
@@ -30,23 +30,23 @@ if TYPE_CHECKING:
 
     from specbench.decoding.model.staged_model import StagedModel
 
-# How many times its model's noise the staged forward may lie off. In half precision a fault shows little above the
-# noise; of 27 families, with and without passes of fixed shapes, none lay further off than 0.75 times the noise. In
-# fp32 the noise is a millionth of what a fault changes, and where few positions are compared chance counts: up to 1.3.
+# Largest accepted distance of the staged forward, in multiples of the noise. In half precision a fault barely exceeds
+# the noise; of 27 families, with and without passes of fixed shapes, none was further off than 0.75 times the noise.
+# In fp32 the noise is a millionth of what a fault changes, and with few positions chance matters: up to 1.3.
 MULTIPLE_FP32, MULTIPLE_HALF = 8.0, 1.5
-# Ways can agree to the bit. The noise is taken to be so many units in the last place of the logits at least.
+# Ways can agree to the bit. Lower bound of the noise, in units in the last place of the logits.
 LEAST_ULPS = 1.0
-# No noise is above this: then the ways compute something else, and nothing can be told from them. In fp32 a model's own
-# ways lie 1e-6 apart, in half precision a few percent. In units of the logits' scale; unrelated logits are 1.4 apart.
+# Upper bound of the limit: above it the ways compute different things and prove nothing. A model's own ways differ by
+# 1e-6 in fp32, by a few percent in half precision. In units of the logits' scale; unrelated logits differ by 1.4.
 MOST_FP32, MOST_HALF = 1e-4, 0.3
-# Tokens of the text that a model is checked on; those after a layer's window, and the longest window that is filled.
+# Tokens of the checked text; tokens after a layer's window; the longest window that is filled.
 CHECKED, BEYOND, LONGEST_FILLED = 72, 32, 512
 PIECE = 64  # positions whose logits are compared at once: large vocabularies take much memory in fp32
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """What was measured, as shares of the logits' scale: the root mean square of what sets tokens apart.
+    """Measured distances, as shares of the logits' scale: the RMS of their deviation from the mean.
 
     Attributes:
         distance: of the staged forward from the nearest of the model's own ways.
@@ -60,14 +60,14 @@ class Agreement:
 
     @property
     def holds(self) -> bool:
-        """Whether the staged forward is one more way of the model; not where a number is NaN."""
+        """Whether the distance is within the limit; False if a number is NaN."""
         return self.distance <= self.limit
 
 
 def own_ways(model: PreTrainedModel, ids: torch.Tensor, cuts: Sequence[int]) -> list[torch.Tensor]:
-    """Logits [n, vocab] of ids [1, n] in three ways of the model's own, or two where it has no attention but eager.
+    """Returns the model's own logits [n, vocab] of ids [1, n], in three ways, or two if eager attention adds none.
 
-    The parts between `cuts` with transformers' own cache; the whole; the whole with eager attention. They differ in all
+    In parts between `cuts` with transformers' own cache; whole; whole with eager attention. They differ in everything
     that the staged forward may differ in.
     """
 
@@ -95,14 +95,14 @@ def agreement(
 ) -> Agreement:
     """Judges the staged forward.
 
-    A distance of two ways is the median over positions, so that a token whose logits hang on a rounding (a router that
-    chooses another expert, say) refuses no model. It is the largest over groups of positions, so that a fault of one
-    kind of pass is not outvoted by the others.
+    The distance of two ways is the median over positions, so that a token whose logits depend on rounding (a router
+    that chooses another expert, say) rejects no model. It is the maximum over groups of positions, so that a fault of
+    one kind of pass is not outvoted by the others.
 
     Args:
         staged: [n, vocab] its logits.
-        ways: [n, vocab] those of the model's own ways, in the model's dtype.
-        groups: the first position and the one after the last of each kind of pass.
+        ways: [n, vocab] logits of the model's own ways, in the model's dtype.
+        groups: range of positions [start, end) of each kind of pass.
     """
     dtype = ways[0].dtype
     scale = _rms(ways[0]).square().mean().sqrt()
@@ -123,7 +123,7 @@ def agreement(
 def _rms(one: torch.Tensor, other: torch.Tensor | None = None) -> torch.Tensor:
     """The root mean square [n] over the vocabulary of logits [n, vocab], or of their difference from others.
 
-    The mean is taken off first: what is added to all logits changes no probability.
+    The mean is subtracted first: a constant added to all logits changes no probability.
     """
     pieces = (piece.float() for piece in one.split(PIECE))
     if other is not None:
@@ -132,7 +132,7 @@ def _rms(one: torch.Tensor, other: torch.Tensor | None = None) -> torch.Tensor:
 
 
 def random_ids(config: PretrainedConfig, vocab_size: int, length: int) -> list[int]:
-    """Token ids drawn by chance, always the same, without those that the config names as special."""
+    """Random token ids from a fixed seed, without the special tokens of the config."""
     named = (getattr(config, f"{name}_token_id", None) for name in ("bos", "eos", "pad"))
     special = {i for ids in named for i in (ids if isinstance(ids, list) else [ids])}
     drawn = torch.randperm(vocab_size, generator=torch.Generator().manual_seed(0)).tolist()
@@ -140,7 +140,7 @@ def random_ids(config: PretrainedConfig, vocab_size: int, length: int) -> list[i
 
 
 def filled(ids: Sequence[int], length: int) -> list[int]:
-    """The first `length` token ids of a text that is said again as often as that takes."""
+    """The first `length` token ids of a text, which is repeated as often as needed."""
     return (list(ids) * -(-length // len(ids)))[:length]
 
 
@@ -152,14 +152,14 @@ def check_staged(target: StagedModel, text: Sequence[int] | None = None) -> Agre
 
     Args:
         target: the model.
-        text: token ids of a text that the model could be asked to go on with, see `Pair.sample_ids`; the first ones
-            are used. None: ids drawn by chance, for a model without a tokenizer.
+        text: token ids of a text that the model can continue, see `Pair.sample_ids`; the first ones are used. None:
+            random ids, for a model without a tokenizer.
 
     Returns:
         What was measured.
 
     Raises:
-        UserError: the logits differ by more than the model's own do from one way of computing them to another.
+        UserError: the logits are not finite, or differ by more than the model's noise allows.
     """
     length = _checked_length(target)
     text = random_ids(target.config, target.vocab_size, length) if text is None else text
@@ -190,9 +190,9 @@ def check_staged(target: StagedModel, text: Sequence[int] | None = None) -> Agre
 
 
 def _checked_length(target: StagedModel) -> int:
-    """Tokens that `check_staged` needs: more than short windows of layers have, and with graphs more than a bucket.
+    """Number of tokens for `check_staged`: more than the short windows of layers and, with graphs, than a bucket.
 
-    A pass of a window's length costs memory for the logits of every token of it, so that long ones are not filled.
+    A pass as long as a window needs memory for the logits of each of its tokens, so long windows are not filled.
     """
     windows = [
         window + BEYOND for window, _ in target.stack.kinds_there if window and window <= LONGEST_FILLED

@@ -42,9 +42,9 @@ class Setup:
         arms: by name.
         spec: the run.
         verify_tokens: tokens of each sequence in the method's widest pass.
-        slots: sequences that the method holds at once at most.
-        served: the engine whose arms baseline and method are; None: this project's.
-        engines: of this project, that answer in arms.
+        slots: most sequences that the method holds at once.
+        served: the engine that runs baseline and method; None: this project's.
+        engines: this project's engines that run arms.
     """
 
     pair: Pair
@@ -58,7 +58,7 @@ class Setup:
     engines: Collection[Engine] = ()
 
     def close(self) -> None:
-        """Ends what the arms hold."""
+        """Closes the drafter and the served engine."""
         self.drafter.close()
         if self.served is not None:
             self.served.close()
@@ -70,7 +70,7 @@ class Setup:
 
     @property
     def judged(self) -> dict[str, list[str]]:
-        """What a record calls a certificate, and the arms that it is of."""
+        """The arms that each certificate covers, by its key in a record."""
         of_baseline = [arm for arm in (HF, OWN_LOOP) if arm in self.arms]
         if SINGLE in self.arms and self.served is None:
             of_baseline.append(BASELINE)
@@ -82,25 +82,25 @@ class Setup:
         return {key: arms for key, arms in judged.items() if arms}
 
     def answers(self, arm: str, requests: list[Request]) -> list[Generation]:
-        """What an arm answers, at once."""
+        """Runs an arm to its end; returns its answers."""
         return exhaust(self.arms[arm](requests))
 
     def set_reference_answers(self, requests: list[Request]) -> None:
-        """Gives a drafter that needs them the target's own answers to what it is asked next; not timed."""
+        """Passes the target's own answers to `requests` to a drafter that needs them; not timed."""
         if self.drafter.needs.reference_answer:
             answers = self.answers(BASELINE, requests)
             self.drafter.set_reference_answers([r.prompt for r in requests], [a.tokens for a in answers])
 
 
 class Served(Protocol):
-    """Another engine, as a run sees it; `specbench.engines.served` has what there is.
+    """Another engine, as a run sees it; implemented in `specbench.engines.served`.
 
     Attributes:
-        version: of it.
-        faults: what went wrong so far, a line each.
+        version: its version.
+        faults: its faults so far, a line each.
         same_weights: whether it decodes with the pair's own weights.
         is_ours: whether the run starts its servers.
-        ports: that servers which somebody else has started listen at on this machine.
+        ports: local ports of servers that the run did not start.
     """
 
     version: str
@@ -110,7 +110,7 @@ class Served(Protocol):
     ports: Collection[int]
 
     def open(self, prompts: Sequence[Request]) -> None:
-        """Starts it, and checks what a measurement rests on."""
+        """Starts it, and checks what a measurement relies on."""
 
     def plain(self, requests: list[Request]) -> Rounds:
         """The arm without speculation."""
@@ -122,7 +122,7 @@ class Served(Protocol):
         """The arm with speculation."""
 
     def tops(self, request: Request) -> tuple[list[int], list[dict[int, float]]]:
-        """A plain answer, and its log-probabilities by id at each place."""
+        """Returns a plain answer, and the log-probabilities by id at each of its places."""
 
     def close(self) -> None:
         """Ends it."""
@@ -135,7 +135,7 @@ class FastestOf:
         arms: by name.
 
     Attributes:
-        chosen: the name of the faster one; None before the first requests.
+        chosen: the name of the fastest arm; None before the first requests.
     """
 
     def __init__(self, arms: dict[str, Arm]):
@@ -143,18 +143,18 @@ class FastestOf:
         self.chosen: str | None = None
 
     def __call__(self, requests: list[Request]) -> Rounds:
-        """The rounds of the faster arm."""
+        """The rounds of the fastest arm."""
         if self.chosen is None:
             seconds = {}
             for name, arm in self.arms.items():
-                exhaust(arm(requests))  # what is compiled and captured is so now
+                exhaust(arm(requests))  # compiles and captures
                 seconds[name] = sum(answer.seconds for answer in exhaust(arm(requests)))
             self.chosen = min(seconds, key=lambda name: seconds[name])
         return (yield from self.arms[self.chosen](requests))
 
 
 def generate_arm(pair: Pair, batch_size: int, pass_bytes: int | None) -> Arm:
-    """As `hf_generate_arm`; on CUDA the faster one of generate as it comes and compiled with a static cache."""
+    """As `hf_generate_arm`; on CUDA the faster of default generate and generate compiled with a static cache."""
     plain = hf_generate_arm(pair, batch_size, pass_bytes)
     if pair.device.type != "cuda":
         return plain
@@ -166,9 +166,9 @@ def generate_arm(pair: Pair, batch_size: int, pass_bytes: int | None) -> Arm:
 def as_generator(function: Callable[[Pause], list[Generation]]) -> Rounds:
     """A function that cannot yield, as a generator: its calls of `Pause` yield their argument.
 
-    torch's modes belong to the thread: the generator is to be decorated with the one that the function runs in.
+    torch's modes are per thread: decorate the generator with the mode that the function runs in.
     """
-    from greenlet import GreenletExit, greenlet  # late: who pauses nothing can do without it
+    from greenlet import GreenletExit, greenlet  # late: only needed for pauses
 
     running = greenlet(function)
     try:
@@ -184,7 +184,7 @@ def as_generator(function: Callable[[Pause], list[Generation]]) -> Rounds:
 
 @contextmanager
 def neutral(model: Any) -> Iterator[None]:
-    """Within, what a call leaves open is not filled from the checkpoint's settings, such as a repetition penalty."""
+    """Within, generate ignores the checkpoint's own generation settings, such as a repetition penalty."""
     usual, model.generation_config = model.generation_config, GenerationConfig()
     try:
         yield
@@ -194,7 +194,7 @@ def neutral(model: Any) -> Iterator[None]:
 
 @contextmanager
 def usual_experts(model: Any, usual: dict[str, str]) -> Iterator[None]:
-    """Within, experts are computed as outside of generate, which has its own way while it decodes on a GPU."""
+    """Within, experts are computed as outside of generate, which switches their implementation on a GPU."""
     if (decoding := model.get_experts_implementation()) == usual:
         yield
         return
@@ -211,7 +211,7 @@ def hf_generate_arm(pair: Pair, batch_size: int = 1, pass_bytes: int | None = 0,
     Args:
         pair: with the target.
         batch_size: requests that it gets at once, padded on the left; their seconds are shared equally.
-        pass_bytes: bytes of weights that one pass reads, for the steps; None where that cannot be known.
+        pass_bytes: bytes of weights that one pass reads, for the steps; None if that cannot be known.
         **options: more arguments for `generate`, such as `assistant_model`, or settings of the generation.
     """
     clock = Clock(pair.device)

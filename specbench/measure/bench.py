@@ -38,8 +38,8 @@ class Bench:
 
     Attributes:
         setup: models and arms.
-        protocol: what they are asked.
-        conductor: lets the arms answer.
+        protocol: makes their requests.
+        conductor: runs and times the arms.
         certifier: judges the answers.
         training: of the parts of the drafter, see `provenance.trained`.
         trained_weights: their sizes and forms, see `provenance.trained_weights`.
@@ -55,8 +55,8 @@ class Bench:
     def measure(self, questions: list[Question], pool: int, repeat: int = 0) -> list[dict]:
         """Measures some questions, which a batch method answers together.
 
-        A question whose prompt cannot be made or does not fit fails alone; a turn that fails does so for all of them.
-        What was answered before counts.
+        A question whose prompt cannot be made or does not fit fails alone; a failed turn fails all of them. Earlier
+        turns count.
 
         Args:
             questions: to ask.
@@ -94,10 +94,10 @@ class Bench:
     def _turn(
         self, requests: dict[int, dict[str, Request]], turn: int, pool: int, repeat: int
     ) -> dict[int, dict]:
-        """One turn of some questions through all arms: by question, from requests by arm to a record."""
+        """Runs one turn of some questions through all arms; returns a record by question."""
         order = self.protocol.order(self.setup.arms, pool, turn, repeat)
         in_order = {name: [by_arm[name] for by_arm in requests.values()] for name in order}
-        for engine in self.setup.engines:  # one that failed has given its buffers up
+        for engine in self.setup.engines:  # a failed engine has released its buffers
             engine.reserve(in_order[METHOD])
         measured = self.conductor.measure(in_order)
         leans = self.certifier.leans([by_arm[METHOD] for by_arm in requests.values()])
@@ -132,7 +132,7 @@ class Bench:
 
 
 def attempt(bench: Bench, questions: list[Question], pool: int, repeat: int = 0) -> list[dict]:
-    """Measures some questions together; whatever goes wrong with them is recorded, and leaves the others alone."""
+    """Measures some questions together; an error is recorded and does not affect other questions."""
     errors: dict[int, str] = {}
     with _noting(errors, [question.question_id for question in questions], bench.setup.pair.device):
         records = bench.measure(questions, pool, repeat)
@@ -146,20 +146,20 @@ def attempt(bench: Bench, questions: list[Question], pool: int, repeat: int = 0)
 
 @contextmanager
 def _noting(errors: dict[int, str], numbers: Iterable[int], device: torch.device) -> Iterator[None]:
-    """What goes wrong within is noted for these questions and leaves others alone, unless nothing can go on."""
+    """Records an exception for these questions and suppresses it, unless the whole job has failed."""
     try:
         yield
     except JobError:
         raise
-    except Exception as error:  # noqa: BLE001 - recorded, reported, and the exit code tells
+    except Exception as error:  # noqa: BLE001 - recorded, reported, and in the exit code
         _check_device(device, error)
         errors.update(dict.fromkeys(numbers, one_line(error)))
 
 
 def _check_device(device: torch.device, met: Exception) -> None:
-    """Raises JobError where a device does nothing more.
+    """Raises JobError if a device has stopped working.
 
-    After an illegal address or a failed assertion on a GPU every call of this process fails, and so would every further
+    After an illegal address or a failed assertion on a GPU every call of this process fails, and with it every further
     question.
     """
     try:
@@ -169,7 +169,7 @@ def _check_device(device: torch.device, met: Exception) -> None:
 
 
 def _record(question: Question, pool: int, repeat: int, turns: list[dict], error: str | None) -> dict:
-    """The journal record of a question; of one that failed with an `error`, the turns before, whose answers count."""
+    """The journal record of a question; if it failed with an `error`, `turns` are those before, which count."""
     return {
         "question_id": question.question_id,
         "task": question.task,

@@ -43,12 +43,12 @@ NOISE_TOKENS = 32  # of each warm-up question, on which the rounding noise is me
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """The verdict on one answer (None: not judged by its tokens, as where a drafter draws), and what it rests on.
+    """The verdict on one answer (None: not judged by its tokens, for example if a drafter draws), and its basis.
 
     first_divergence: index of the first difference, counted from the first new token; None when exact.
-    margin: the target's logit of the reference's token less that of the answer's, at that place; where only what
-    follows is wrong, how far the answer departs from the target there. None when there are no two tokens to compare.
-    noise: the rounding noise that the margin was held against, in logits; None without a margin.
+    margin: the target's logit of the reference's token minus that of the answer's, at that place; if only later tokens
+    are wrong, how far the answer departs from the target there. None if there are no two tokens to compare.
+    noise: the rounding noise that the margin was compared with, in logits; None without a margin.
     """
 
     verdict: str | None
@@ -67,12 +67,12 @@ def certify(
 ) -> Certificate:
     """Compares an answer with the reference: new token ids of both, cut after the first stop token.
 
-    Where they first differ in a token, `margin_at(index, reference_token, answer_token)` is asked for the target's
-    margin between the two after the common prefix: within `noise()` it is a tie, a choice that rounding alone makes
-    differently. From there on the texts differ, so `worst_after(answer, index)` is asked how far the answer departs
-    from what the target says after that very text. Everything else is a violation, also an answer that ends before or
-    goes on after the reference without a differing token: the token that ends an answer is a token, so no near-tie
-    explains a missing one. So is an answer that goes on after its stop token.
+    At the first differing token `margin_at(index, reference_token, answer_token)` returns the target's margin between
+    the two after the common prefix: within `noise()` it is a tie, a choice that rounding alone can change. From there
+    on the texts differ, so `worst_after(answer, index)` returns how far the answer departs from the target's choices
+    after that very text. Everything else is a violation, including an answer that is shorter or longer than the
+    reference without a differing token: the token that ends an answer is a token, so no near-tie explains a missing
+    one. An answer that continues after its stop token is a violation, too.
     """
     ours, theirs = truncate_at_stop(answer, stop_ids), truncate_at_stop(reference, stop_ids)
     for index, (reference_token, answer_token) in enumerate(zip_longest(theirs, ours)):
@@ -93,12 +93,12 @@ def certify(
 
 
 def worst(certificates: Iterable[Certificate]) -> Certificate:
-    """The worst of some; one without a verdict is the best."""
+    """The worst certificate; one without a verdict is the best."""
     return max(certificates, key=lambda one: -1 if one.verdict is None else VERDICTS.index(one.verdict))
 
 
 def greedy_margin(logits: torch.Tensor, tokens: Collection[int]) -> float:
-    """How far the best of some tokens stays below the likeliest one; logits: [vocab]."""
+    """The largest of the logits [vocab] minus the largest logit of `tokens`."""
     return float(logits.max()) - max((float(logits[token]) for token in tokens), default=-math.inf)
 
 
@@ -131,16 +131,16 @@ class Certifier:
     ) -> Certificate:
         """The worst certificate of an arm's answers to a question, and of the reference's, against the first answer.
 
-        Of another engine, later answers of the reference are judged with the arm that answers plainly again: where they
-        differ, the engine is not stable, whatever the method does.
+        With another engine, later answers of the reference are judged with the arm that repeats its plain answers: if
+        they differ, the engine is not stable, whatever the method does.
 
-        Not judged are answers to other prompts, and such that are drawn with other numbers than the reference's: those
-        of transformers, of another engine, and of a drafter that draws.
+        Answers to other prompts are not judged, nor those drawn with other random numbers than the reference's: by
+        transformers, by another engine, or with a drafter that draws.
 
         Args:
             arm: its name.
             requests: of each arm.
-            answers: of each arm, in every attempt: also one that is not timed must be right.
+            answers: of each arm, in every attempt: an attempt whose times are discarded must be right, too.
             first: the reference's first answer.
         """
         setup, request = self.setup, requests[self.setup.reference]
@@ -167,7 +167,7 @@ class Certifier:
             logits = forced_logits(setup.target, prompt, [*answer, 0], max(BLOCKS))
             margins = [margin(logits[i], answer[i], i) for i in range(index + 1, len(answer))]
             if answer[-1] not in stop_ids and len(answer) < decoding.max_new_tokens:
-                # Nothing has ended it but a stop token that an engine left out; a draw of one is not known.
+                # Only a stop token that the engine omitted can have ended it; whether it was drawn is unknown.
                 margins.append(greedy_margin(logits[-1], stop_ids) if decoding.greedy else math.inf)
             return max(margins, key=lambda one: math.inf if math.isnan(one) else one, default=0.0)
 
@@ -182,23 +182,23 @@ class Certifier:
 
     @property
     def by_likelihood(self) -> bool:
-        """Whether answers are drawn with other numbers than the reference's, so that their likelihood judges them."""
+        """Whether answers are drawn with other random numbers than the reference's: their likelihood judges them."""
         same_draws = self.setup.served is None and self.setup.drafter.deterministic
         return not self.protocol.decoding.greedy and not same_draws
 
     def likelihood(self, request: Request, tokens: list[int]) -> Likelihood:
-        """How likely the target finds an answer that was drawn."""
+        """The likelihood of a drawn answer under the target."""
         target, decoding, stop_ids = self.setup.target, request.decoding, self.setup.pair.stop_ids
-        # What float32 rounds is nothing beside a temperature.
+        # Rounding in float32 is negligible beside a temperature.
         noise = 0.0 if target.dtype == torch.float32 else self.noise(METHOD)
         limit = decoding.max_new_tokens
         return likelihood(target, request.prompt, tokens, decoding.temperature, limit, stop_ids, noise)
 
     def leans(self, requests: list[Request]) -> list[Lean]:
-        """How far the method's sampled answers lean towards their drafts; none where that cannot be seen.
+        """How far the method's sampled answers lean towards their drafts; [] if that cannot be measured.
 
-        That is so with another engine, and where drafts are verified as a block: which places are judged then depends
-        on later tokens.
+        It cannot with another engine, or if drafts are verified as a block: which places are judged then depends on
+        later tokens.
         """
         drafter, decoding = self.setup.drafter, self.protocol.decoding
         if not self.by_likelihood or drafter.deterministic or decoding.verification != TOKEN:
@@ -207,10 +207,10 @@ class Certifier:
         return [] if engine is None else leans(engine, requests)
 
     def tie_chance(self, request: Request, first: list[int]) -> float | None:
-        """How likely rounding makes a method's answer differ from the reference's; None where that is not worked out.
+        """Probability that rounding makes a method's answer differ from the reference's; None if not computed.
 
-        That is so for sampled answers, batches, other engines, passes of one width, and float32: there ties are so few
-        that each is worth a look.
+        It is not computed for sampled answers, batches, other engines, passes of one width, and float32, where ties
+        are so few that each is worth a look.
         """
         setup, target = self.setup, self.setup.target
         alone = setup.served is None and setup.spec.unit != POOL and target.width is None
@@ -221,7 +221,7 @@ class Certifier:
     def noise(self, arm: str) -> float:
         """The rounding noise in logits between an arm and the reference, on its answers to the warm-up questions.
 
-        It is measured when it is first needed: the first answer that differs waits for it, not the first question.
+        It is measured on first use: the first answer that differs waits for it, not the first question.
         """
         bounds = [self._noise_of_shapes]
         if self.setup.served is not None:
@@ -249,13 +249,13 @@ class Certifier:
 
     @cached_property
     def _changes_of_shapes(self) -> ShapeChanges:
-        """Between such passes, place by place."""
+        """Changes between such passes, by place."""
         setup = self.setup
         return shape_changes(setup.target, self._samples, setup.drafter.max_nodes > 0, setup.verify_tokens)
 
     @cached_property
     def _rounding(self) -> torch.Tensor:
-        """Those changes: none is larger than rounding, and one, unseen, is as large as that."""
+        """Those changes, capped at half the noise, and an unseen one as large as the noise."""
         changes, noise = self._changes_of_shapes.values, self._noise_of_shapes
         return torch.cat([changes.clamp(max=noise / 2), changes.new_tensor([noise])])
 
@@ -265,7 +265,7 @@ class Certifier:
         served = self.setup.served
         assert served is not None
         drawn = self.protocol.warm_up_requests(NOISE_TOKENS)
-        # The likeliest tokens: where a server tells no probabilities, what was drawn would pass for rounding.
+        # Greedy: if a server returns no probabilities, a drawn token would pass for rounding.
         requests = [replace(one, decoding=replace(one.decoding, temperature=0.0)) for one in drawn]
         answers = [(request.prompt, *served.tops(request)) for request in requests]
         return engine_noise(self.setup.target, answers)

@@ -1,7 +1,7 @@
-"""Lets the arms of a run answer in turns on a watched machine, and once more where others disturbed them.
+"""Lets the arms of a run answer in turns on a watched machine, and once more if others disturbed them.
 
-The arms take turns on the same prompt slice by slice, or answer by answer where one of them must not be cut: what slows
-the machine slows all of them alike.
+The arms take turns on the same prompt slice by slice, or answer by answer if one of them must not be interrupted: a
+slowdown of the machine affects all of them alike.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Measurement:
     Attributes:
         answers: of each arm, with the times of the attempts that were disturbed least.
         attempts: all of them.
-        machine: what the journal holds of the machine meanwhile.
+        machine: the machine's readings for the journal.
     """
 
     answers: dict[str, list[Generation]]
@@ -52,11 +52,11 @@ class Conductor:
     Args:
         setup: with the arms.
         slice_seconds: after which an arm hands over to another one; None: arms alternate by whole answers.
-        remeasure: how often a turn that others disturbed is measured again at most.
+        remeasure: most repeated attempts at a turn that others disturbed.
 
     Attributes:
         watch: of the machine.
-        peak_memory: bytes, while a batch method ran; None where it was not measured.
+        peak_memory: bytes, while a batch method ran; None if it was not measured.
     """
 
     def __init__(self, setup: Setup, slice_seconds: float | None, remeasure: int):
@@ -66,7 +66,7 @@ class Conductor:
         self._seconds = self._disturbed_seconds = 0.0  # of all first attempts
 
     def measure(self, requests: dict[str, list[Request]]) -> Measurement:
-        """Lets every arm answer its requests.
+        """Runs every arm on its requests.
 
         Args:
             requests: by arm, in the order of the arms' first slices.
@@ -125,7 +125,7 @@ class Conductor:
         return Attempt(dict(zip(order, answers)), slices)
 
     def _is_worth_another(self, attempts: int, disturbed: float) -> bool:
-        """Whether a turn of which this share is disturbed is to be measured again, and that may help."""
+        """Whether to measure a turn again, given the share of it that is disturbed."""
         busy = self._disturbed_seconds > HOPELESS * self._seconds and self._seconds > HOPELESS_AFTER
         return (
             attempts <= self.remeasure

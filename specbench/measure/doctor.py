@@ -1,7 +1,7 @@
 """Why does a drafter accept nothing? Its drafts beside the target's own text, with controls.
 
-A drafter is run as it is, and once more for each control: reading its states in a shuffled order, or from another depth
-of the target than it asks for. Whatever does better than the drafter as it is names what is wrong with it.
+A drafter runs unchanged, and once more for each control: with its states in a shuffled order, or from another depth of
+the target than it asks for. A control that does better than the unchanged drafter identifies the fault.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ if TYPE_CHECKING:
     from specbench.decoding.state import Batch, Prefill, Request, SequenceState, Verified
     from specbench.models.pairs import Pair
 
-SHIFTS = (-2, -1, 1, 2)  # places beside its own at which a draft token may stand by mistake
+SHIFTS = (-2, -1, 1, 2)  # offsets at which a draft token may be by mistake
 CLEAR = 3.0  # standard errors by which two rates must differ
 MARGIN = 0.1  # and by how much
 LEAST_ROUNDS = 20  # that a finding rests on
-COVERED = 0.8  # of the target's tokens, at least, must be among those that a drafter can draft
-NO_WORSE = 0.95  # of the rate with its states, which shuffled ones must reach before they count as no worse
-ALL = 0.97  # of its own tokens, at least, a target accepts: some are near-ties in half precision
-FALLS = 0.25  # of the rate at the first place, which the second may not be below
+COVERED = 0.8  # least share of the target's tokens that a drafter must be able to draft
+NO_WORSE = 0.95  # of the rate with its states, from which shuffled states count as no worse
+ALL = 0.97  # least share of its own tokens that a target accepts: some are near-ties in half precision
+FALLS = 0.25  # of the rate at place 1: least rate at place 2
 
 
 @dataclass(slots=True)
 class Counts:
-    """What the drafts of some answers were beside the target's text.
+    """Counts of drafts compared with the target's text.
 
     Attributes:
-        rounds: that drafted, with a text that reaches two places on.
-        agreed: by shift, rounds among whose first draft tokens was the target's token so many places on.
+        rounds: that drafted, and after which the text has two more places.
+        agreed: by shift, rounds whose first draft tokens include the target's token at that offset.
         judged: rounds that judged each place of a draft.
         accepted: rounds that accepted it.
         following: by whether the round before accepted a draft token, and whether this one did: rounds that judged one.
@@ -58,22 +58,22 @@ class Counts:
         return self.agreed[shift] / max(self.rounds, 1)
 
     def at(self, place: int) -> float | None:
-        """Acceptance at a place of a draft, where all before it was accepted; None where none got there."""
+        """Acceptance at a place of a draft, given that all before it was accepted; None if none got there."""
         return self.accepted[place] / self.judged[place] if self.judged[place] else None
 
     @property
     def all_places(self) -> float:
-        """Acceptance at all places of the drafts, each where all before it was accepted."""
+        """Acceptance at all places of the drafts, each given that all before it was accepted."""
         return self.accepted.total() / max(self.judged.total(), 1)
 
 
 class Watched(WrappedDrafter):
-    """A drafter whose drafts are noted, and whose states are changed on the way to it.
+    """Records the drafts of a drafter, and changes the states that it receives.
 
     Args:
         inner: the drafter.
-        read: by tap of its, the depth whose states it gets instead.
-        change: what the states [1, n, d] become.
+        read: by tap of the drafter, the depth whose states it receives.
+        change: applied to the states [1, n, d].
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Watched(WrappedDrafter):
         return draft
 
     def commit(self, batch: Batch, verified: Verified) -> None:
-        """Hands on the outcome with the states that the drafter is to see."""
+        """Passes on the outcome with the states that the drafter is to see."""
         super().commit(batch, replace(verified, hidden_states=self._states(verified.hidden_states)))
 
     def _states(self, states: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
@@ -116,7 +116,7 @@ class Watched(WrappedDrafter):
 
 
 def observed(pair: Pair, watched: Watched, requests: Sequence[Request]) -> Counts:
-    """Lets a drafter draft for some requests, one after the other."""
+    """Runs a drafter on some requests, one after the other."""
     engine = Engine(pair.staged, watched, pair.stop_ids, None, pair.context_length)
     counts = Counts()
     for index, (request, answer) in enumerate(zip(requests, engine.generate(list(requests)))):
@@ -127,7 +127,7 @@ def observed(pair: Pair, watched: Watched, requests: Sequence[Request]) -> Count
                 counts.agreed.update(s for s in (0, *SHIFTS) if text[position + s] in firsts)
         before: bool | None = None  # whether the round before accepted a draft token
         for step in answer.steps:
-            assert step.depth is not None  # decoding of this project's own tells it
+            assert step.depth is not None  # this project's own decoding sets it
             stopped = step.emitted == step.accepted
             if before is not None and step.depth and (step.accepted or not stopped):
                 counts.following[before, step.accepted > 0] += 1
@@ -148,7 +148,7 @@ def shuffled(states: torch.Tensor) -> torch.Tensor:
 
 
 def other_depths(tap: int, layers: int) -> Iterator[int]:
-    """Depths that are taken for a tap by mistake."""
+    """Depths that may be mistaken for a tap."""
     if tap == NORMED:
         yield from (layers, layers - 1)
         return
@@ -164,11 +164,11 @@ def examine(
 
     Args:
         pair: with the target.
-        make: gives a new drafter; of another pair, if it is called with `pair`.
+        make: returns a new drafter; of another pair, if it is called with `pair`.
         requests: greedy ones.
 
     Returns:
-        What the drafter did as it is, and a line for each finding.
+        The counts of the unchanged drafter, and a line for each finding.
     """
     drafter = make()
     base = observed(pair, Watched(drafter), requests)
@@ -191,7 +191,7 @@ def examine(
 
 
 def own_draft_findings(pair: Pair, make: Callable[..., Drafter], requests: Sequence[Request]) -> list[str]:
-    """Whether a drafter that has the target itself as its draft model drafts what the target says."""
+    """Checks that a drafter with the target itself as draft model drafts the target's tokens."""
     if pair.trimmed:
         return []
     counts = observed(pair, Watched(make(pair=replace(pair, draft=pair.target))), requests)
@@ -206,7 +206,7 @@ def own_draft_findings(pair: Pair, make: Callable[..., Drafter], requests: Seque
 def state_findings(
     pair: Pair, make: Callable[..., Drafter], requests: Sequence[Request], base: Counts
 ) -> list[str]:
-    """Whether a drafter uses the states that it reads, and whether it would rather have others."""
+    """Checks whether a drafter uses the states that it reads, and whether others suit it better."""
     findings, target, taps = [], pair.staged, make().taps
     if base.rate():  # else no control does worse
         blind = observed(pair, Watched(make(), change=shuffled), requests)
@@ -228,7 +228,7 @@ def state_findings(
 
 
 def shift_findings(base: Counts) -> list[str]:
-    """Whether drafts are the target's tokens of other places."""
+    """Checks whether drafts are the target's tokens of other places."""
     best = max(SHIFTS, key=base.rate)
     if not _differ(base.rate(best), base.rate(), base.rounds, base.rounds):
         return []
@@ -240,7 +240,7 @@ def shift_findings(base: Counts) -> list[str]:
 
 
 def chain_findings(base: Counts) -> list[str]:
-    """Whether a drafter goes on from its own tokens."""
+    """Checks that a drafter continues from its own tokens."""
     first, second = base.at(0), base.at(1)
     if first is None or second is None or base.judged[1] < LEAST_ROUNDS or second >= FALLS * first:
         return []
@@ -253,7 +253,7 @@ def chain_findings(base: Counts) -> list[str]:
 
 
 def stale_findings(base: Counts) -> list[str]:
-    """Whether a drafter goes on from tokens that were accepted as it does from others."""
+    """Checks that a drafter continues from accepted tokens as well as from others."""
     some, none = (base.following[before, True] + base.following[before, False] for before in (True, False))
     if min(some, none) < LEAST_ROUNDS:
         return []
@@ -267,7 +267,7 @@ def stale_findings(base: Counts) -> list[str]:
 
 
 def weight_findings(drafter: Drafter, pair: Pair) -> list[str]:
-    """Weights that no training leaves behind; those of the target, which a drafter may hold, are not the drafter's."""
+    """Finds weights that no training leaves behind; skips those of the target, which a drafter may hold."""
     findings = []
     of_target = {weight.data_ptr() for weight in pair.target.state_dict().values()}
     padded = pair.expansion is not None or pair.draft_expansion is not None
@@ -296,7 +296,7 @@ def longest_run(flags: torch.Tensor) -> int:
 
 
 def weights_of(drafter: Drafter) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights of the modules that a drafter holds, or that what it holds does."""
+    """The weights of the modules that a drafter holds, directly or one level down."""
     seen: set[int] = set()
     for name, value in vars(drafter).items():
         held = [(name, value)]
@@ -313,7 +313,7 @@ def weights_of(drafter: Drafter) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def vocabulary_findings(pair: Pair, drafter: Drafter, requests: Sequence[Request]) -> list[str]:
-    """Whether a drafter whose head is trimmed can draft what the target says."""
+    """Checks that a drafter with a trimmed head can draft the target's tokens."""
     ids: torch.Tensor | None = getattr(getattr(drafter, "head", None), "token_ids", None)
     if ids is None:
         return []
@@ -333,7 +333,7 @@ def vocabulary_findings(pair: Pair, drafter: Drafter, requests: Sequence[Request
 
 
 def template_findings(pair: Pair) -> list[str]:
-    """Whether prompts are written as the checkpoint's own template writes them."""
+    """Checks that prompts are as the checkpoint's own template makes them."""
     published: Any = pair.tokenizer.chat_template
     if isinstance(published, dict):  # several by name
         published = published.get("default")

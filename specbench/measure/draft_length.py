@@ -1,8 +1,8 @@
 """How long to draft: rules that choose the length of each draft from how the last ones fared, for any drafter.
 
-A rule looks at what was accepted and at nothing else, so the text stays that of the target. Every sequence of a batch
-has a length of its own, of its drafts and of what is accepted of them: its text does not depend on the others. The
-length of a tree is its number of levels.
+A rule depends only on what was accepted, so the text stays that of the target. Each sequence of a batch has its own
+draft length and its own accepted length: its text does not depend on the others. The length of a tree is its number of
+levels.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 INITIAL = 5  # length of the first draft of an answer
 STEP = 2  # more tokens after a draft that was accepted whole
-DECAY = 0.9  # what a round counts for when the next one is over
+DECAY = 0.9  # of a round's weight, per later round
 PRIOR_ACCEPTANCE = 0.7  # of a token before any was judged
-PRIOR_WEIGHT = 2.0  # and as how many judged tokens that counts
+PRIOR_WEIGHT = 2.0  # of that prior, in judged tokens
 
 
 class Constant:
@@ -43,10 +43,10 @@ class Constant:
         """The length after a draft of `last` tokens, of which `accepted` were accepted.
 
         Args:
-            length: that the rule gave for it; a drafter may stop earlier by itself, and where an answer ends.
+            length: that the rule chose for it; a draft is shorter if the drafter stops by itself or the answer ends.
             last: at least 1.
             accepted: at most `last`.
-            counts: [2] of the rule's own for the sequence, which it may change; zeros at the beginning of an answer.
+            counts: [2] the rule's state for the sequence, changed in place; zeros at the beginning of an answer.
         """
         return self.initial
 
@@ -63,15 +63,15 @@ class Adaptive(Constant):
         self.longest = longest
 
     def next_length(self, length: int, last: int, accepted: int, counts: np.ndarray) -> int:
-        """Looks at the last draft alone, and changes its own length, as what was drafted may be shorter."""
+        """Uses the last draft alone, and changes its own length, as the draft may have been shorter."""
         return min(length + STEP, self.longest) if accepted >= last else max(length - 1, 1)
 
 
 class Goodput(Constant):
-    """The length, of at least one, with the most expected tokens for the cost of a round.
+    """The length, at least 1, with the most expected tokens for the cost of a round.
 
-    Tokens are taken to be accepted independently, with the share of a sequence's last rounds (Leviathan et al. 2023):
-    a round over k draft tokens then gives (1 - a^(k+1)) / (1 - a) tokens.
+    Tokens are assumed to be accepted independently, at the rate of a sequence's last rounds (Leviathan et al. 2023):
+    a round over k draft tokens then emits (1 - a^(k+1)) / (1 - a) tokens.
 
     Args:
         longest: length at most.
@@ -84,7 +84,7 @@ class Goodput(Constant):
         super().__init__(self._best(PRIOR_ACCEPTANCE))
 
     def next_length(self, length: int, last: int, accepted: int, counts: np.ndarray) -> int:
-        """Looks at the last rounds, each counting less than the one after it."""
+        """Uses the last rounds, each with less weight than the one after it."""
         counts *= DECAY
         counts += accepted, min(accepted + 1, last)
         accepted_so_far, judged = counts
@@ -99,8 +99,8 @@ def costs_by_length(costs: Sequence[float], longest: int) -> np.ndarray:
     """The costs [longest + 1] of rounds by their number of draft tokens; a longer draft never costs less.
 
     Args:
-        costs: of a round with no draft token, with one, ..., in any unit; at least two. Further lengths cost as much
-            more as the last of them tells.
+        costs: of a round with no draft token, with one, ..., in any unit; at least two. Longer ones are extrapolated
+            from the last two.
         longest: draft length.
     """
     rising = np.maximum.accumulate(np.array(costs[: longest + 1], dtype=float))
@@ -109,7 +109,7 @@ def costs_by_length(costs: Sequence[float], longest: int) -> np.ndarray:
 
 
 def listed_costs(costs: Mapping[int, float]) -> list[float] | None:
-    """Costs by draft tokens -> of none, of one, ..., up to the most that were measured; None where just one was."""
+    """Costs by draft tokens -> costs of 0, 1, ... up to the most that were measured; None if just one was."""
     if len(costs) < 2:
         return None
     lengths = sorted(costs)
@@ -130,12 +130,12 @@ def make_rule(name: str, longest: int, costs: Sequence[float] | None) -> Constan
 
 
 class VariableLength(WrappedDrafter):
-    """A drafter whose drafts are as long as a rule says.
+    """A drafter whose draft length a rule chooses.
 
     A tree that grows has as many levels as the sequence of the batch with most room, and shares its nodes among these.
 
     Args:
-        inner: the drafter; its own length is the greatest.
+        inner: the drafter; its own length is the maximum.
         rule: chooses lengths.
     """
 
@@ -154,11 +154,11 @@ class VariableLength(WrappedDrafter):
         super().begin(slot, sequence, prefill)
 
     def draft_limit(self, slot: int) -> int:
-        """What the rule says."""
+        """The length that the rule chose."""
         return int(self._lengths[slot])
 
     def commit(self, batch: Batch, verified: Verified) -> None:
-        """Tells the rule what was accepted of what was drafted, if anything was."""
+        """Updates the length of each sequence that drafted, by what was accepted."""
         for slot, sequence in enumerate(batch.sequences):
             last = sequence.steps[-1]
             if last.depth:

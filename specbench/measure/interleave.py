@@ -22,12 +22,12 @@ T = TypeVar("T")
 class Interleaver:
     """Runs several arms to their ends, slice by slice; the next slice goes to the arm that has the fewest tokens.
 
-    Arms that write the same text so stay at the same place in it, however fast each of them is.
+    Arms that write the same text thus stay at the same place in it, however fast each of them is.
 
     Args:
         clock: of the device that the arms run on.
         seconds: length of a slice; it ends with the round that exceeds it. Infinite: each arm runs to its end at once.
-        around: called with the number of an arm, gives a context that each slice of that arm runs in.
+        around: called with the number of an arm, returns a context manager for a slice of that arm.
 
     Attributes:
         tokens: of each arm, over all its answers.
@@ -46,8 +46,8 @@ class Interleaver:
         """Runs all arms.
 
         Args:
-            arms: in the order of their first slices, which decides between equal numbers of tokens later, too. Each
-                yields the tokens of a round.
+            arms: in the order of their first slices, which also breaks ties between equal numbers of tokens. Each
+                yields the number of tokens of a round.
 
         Returns:
             What each arm returned.
@@ -73,7 +73,7 @@ class Interleaver:
         return [results[number] for number in range(len(arms))]
 
     def _run_slice(self, number: int, arm: Generator[int, None, T]) -> None:
-        """Runs one slice; raises StopIteration where the arm comes to its end."""
+        """Runs one slice; raises StopIteration when the arm ends."""
         begun = time.perf_counter()
         self.tokens[number] += next(arm)
         while time.perf_counter() - begun < self.seconds:

@@ -1,12 +1,12 @@
-"""Do sampled answers lean towards the draft? What a faulty rule of acceptance does first, and likelihood hardly sees.
+"""Do sampled answers lean towards the draft? A faulty acceptance rule shows here first; likelihood hardly detects it.
 
-Let q be what a draft token was drawn from, p the target's distribution there, and f the logarithm of q / p, cut at
-`LARGEST`. The token x that is emitted there is drawn from p, whatever was drafted, if the rule is lossless. Then f(x)
-less its mean under p is 0 on average, and its variance is known. A rule that keeps draft tokens too readily, or
-draws from p where it should draw from what is left of it, makes the sum over many places large.
+Let q be the distribution that a draft token was drawn from, p the target's at that place, and f = log(q / p), clipped
+at `LARGEST`. If the rule is lossless, the token x emitted there is drawn from p, whatever was drafted. Then f(x) minus
+its mean under p is 0 on average, and its variance is known. A rule that accepts draft tokens too readily, or draws from
+p instead of the residual distribution, makes the sum over many places large.
 
-p and q are those of the rounds themselves, so that rounding plays no part. They exist only within a round: the requests
-are answered once more, untimed, and looked at.
+p and q are taken from the rounds themselves, so rounding plays no part. They exist only within a round: the requests
+are answered once more, untimed and observed.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ class Lean:
 
 
 def leans(engine: Engine, requests: list[Request]) -> list[Lean]:
-    """Answers some requests and looks at every place that a drawn chain was verified at.
+    """Answers some requests and evaluates every place at which a drawn chain was verified.
 
-    What the drafter learns meanwhile it forgets again.
+    The drafter's state is restored afterwards.
 
     Args:
         engine: with a drafter that draws.
-        requests: as they were measured: with their seeds they give the same answers again.
+        requests: as they were measured: their seeds reproduce the answers.
 
     Returns:
-        Of each request; nothing is summed where a draft is a tree, or verified as a block.
+        One for each request; a draft that is a tree, or verified as a block, adds nothing.
     """
     answers = [Lean() for _ in requests]
 

@@ -1,11 +1,11 @@
 """How likely drawn tokens are: are they drawn from the target's distributions?
 
 For a token x that is drawn from probabilities p, log p(x) plus the entropy of p is 0 on average, and its variance is
-known. Summed over many tokens it tells answers that are not the target's, without equal random numbers. A sum hides a
-single token that is never drawn, so the least likely ones are judged by themselves, too.
+known. Summed over many tokens it exposes answers that are not the target's, without equal random numbers. A sum hides a
+single token that is never drawn, so the least likely tokens are also judged separately.
 
-Whoever drew them computed logits in passes of other shapes, which round otherwise, in half precision far enough to
-matter at low temperatures. What the sum may be is therefore also worked out for distributions blurred by that much.
+The logits that they were drawn from come from passes of other shapes, which round differently; in half precision this
+matters at low temperatures. The expected sum is therefore also computed for distributions blurred by that noise.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
     from specbench.decoding.model.staged_model import StagedModel
 
-BLOCK = 32  # tokens that are looked at at a time
-LEAST_TAIL = -700.0  # logarithm of the least chance that a float holds
+BLOCK = 32  # tokens per block
+LARGEST_EXPONENT = 700.0  # whose power of e a float holds
 LEAST = -1e3  # log p of a token that is never drawn, whose share of a moment is 0
-RAREST = 4  # tokens of an answer that are judged by themselves
-BLURS = 8  # roundings at random whose distributions are averaged
-# Standard deviation of a logit / the rounding noise, which is twice the largest of some hundred changes of the distance
-# of two: at least as much as what is seen.
+RAREST = 4  # tokens of an answer that are judged separately
+BLURS = 8  # random perturbations whose distributions are averaged
+# Standard deviation of a logit / the rounding noise, which is twice the largest of some hundred changes of a distance
+# of two logits: at least as much as is observed.
 DEVIATION = 0.25
 
 
@@ -42,11 +42,11 @@ class Likelihood:
         logprob: sum of log p.
         surprise: sum of log p and of the entropy: 0 on average, if they are drawn.
         variance: of that sum.
-        third: its third central moment, which is below 0: what is unlikely is far off.
-        blurred_surprise: what that sum is on average, if they are drawn from distributions blurred by rounding.
-        blurred_variance: of the sum then.
+        third: its third central moment, below 0: unlikely tokens are far off.
+        blurred_surprise: mean of that sum, if they are drawn from distributions blurred by rounding.
+        blurred_variance: of the sum in that case.
         blurred_third: likewise.
-        rarest: of its least likely tokens, the chances [up to `RAREST`], rising, that a place has as unlikely a token.
+        rarest: for its least likely tokens, the chances [up to `RAREST`], rising, of a token that is as unlikely.
     """
 
     tokens: int
@@ -69,10 +69,10 @@ def likelihood(
     stop_ids: Collection[int],
     noise: float = 0.0,
 ) -> Likelihood:
-    """How likely the target finds an answer at a temperature, its end included.
+    """The likelihood of an answer under the target at a temperature, its end included.
 
     Args:
-        target: judges.
+        target: the referee.
         prompt: token ids.
         tokens: of the answer, with its stop token or without.
         temperature: that it was drawn at.
@@ -86,9 +86,9 @@ def likelihood(
 
 
 def judging_logits(target: StagedModel, prompt: list[int], answer: list[int]) -> torch.Tensor:
-    """Logits [len(answer), vocab] by the model's own forward, so that no fault of our passes is judged by itself.
+    """Logits [len(answer), vocab] by the model's own forward, so that no fault of our passes judges itself.
 
-    On a CPU in half precision such a pass may take seconds: there they are ours, of one token as in plain decoding.
+    On a CPU in half precision such a pass may take seconds: there our passes of one token are used, as in AR decoding.
     """
     if target.device.type == "cpu" and target.dtype != torch.float32:
         return forced_logits(target, prompt, answer, block=1)
@@ -96,7 +96,7 @@ def judging_logits(target: StagedModel, prompt: list[int], answer: list[int]) ->
 
 
 def with_stop(tokens: list[int], limit: int, stop_ids: Collection[int], logits: torch.Tensor) -> list[int]:
-    """What was drawn for an answer: its tokens, and the stop token where some engines leave it out.
+    """The drawn tokens of an answer, with the stop token that some engines leave out.
 
     Args:
         tokens: of the answer.
@@ -138,11 +138,13 @@ def of_logits(logits: torch.Tensor, tokens: list[int], temperature: float, noise
                 p += token_logprobs(block + DEVIATION * noise * moved, temperature).exp() / BLURS
             blurred += moments(p, apart)
     _, variance, third = sharp.tolist()
-    of_blurred = blurred.tolist() if noise > 0.0 else (0.0, variance, third)
+    expected, blurred_variance, blurred_third = blurred.tolist() if noise > 0.0 else (0.0, variance, third)
     # Logits that differ by no more than the noise change a probability by no more than this factor.
-    most = math.exp(min(noise / (temperature or 1.0), -LEAST_TAIL))
+    most = math.exp(min(noise / (temperature or 1.0), LARGEST_EXPONENT))
     rarest = [min(tail * most, 1.0) for tail in rarest]
-    return Likelihood(len(tokens), logprob, surprise, variance, third, *of_blurred, rarest)
+    return Likelihood(
+        len(tokens), logprob, surprise, variance, third, expected, blurred_variance, blurred_third, rarest
+    )
 
 
 def moments(p: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -153,5 +155,5 @@ def moments(p: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 
 def token_logprobs(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Log-probabilities [n, vocab] at a temperature, in 64 bits; 0 is taken for 1."""
+    """Log-probabilities [n, vocab] at a temperature, in 64 bits; temperature 0 counts as 1."""
     return (logits / (temperature or 1.0)).log_softmax(-1).double()

@@ -1,8 +1,8 @@
 """How much of a logit is rounding on this machine, in this dtype, at the shapes in use.
 
-The same token computed one row at a time (autoregressive decoding) and within a block (verification) goes through
-other kernels, which add in another order. What that changes is measured here in the run itself, so that a near-tie can
-be told from a fault.
+A token computed one row at a time (autoregressive decoding) or within a block (verification) goes through different
+kernels, which sum in different orders. The resulting change is measured here in the run itself, so that a near-tie can
+be distinguished from a fault.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
     from specbench.decoding.sampling import SamplingParams
 
 BLOCKS = (2, 4, 6, 8)  # rows per verification pass that are compared with one row, beside the widest one
-ENGINE_NOISE = 0.5  # logits: what another engine departs by at the most, if rounding is the reason
+ENGINE_NOISE = 0.5  # logits: largest deviation of another engine that rounding explains
 NOT_ROUNDING = 4  # times the change in the model's own forward; on CPUs ours is 1.0 to 1.5 times as large
 
 
 @torch.inference_mode()
 @uncaptured()
 def begin(target: StagedModel, prompt: list[int], room: int) -> tuple[KVCache, torch.Tensor]:
-    """The cache of a prompt, with room for so many more tokens, and the logits [1, vocab] after it.
+    """Returns the cache of a prompt, with room for more tokens, and the logits [1, vocab] after it.
 
-    One answer may be fed to it in several ways, one after the other: a pass sees nothing that lies after it.
+    An answer may be fed to it several times, in different ways: a pass attends to nothing after its own tokens.
     """
     cache = target.new_cache(len(prompt) + room + target.padding)
     return cache, target.prefill(torch.tensor([prompt], device=target.device), cache).logits
@@ -51,10 +51,10 @@ def forced_logits(
     block: int,
     begun: tuple[KVCache, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Logits [len(answer), vocab] that the target gives each token of `answer`, fed `block` rows at a time.
+    """The target's logits [len(answer), vocab] of each token of `answer`, fed `block` rows at a time.
 
-    The prompt goes in at once, as in a generation; block 1 repeats the arithmetic of autoregressive decoding. No
-    pass is wider than the target's width: none of a generation is. begun: what `begin` gives for the prompt.
+    The prompt is one pass, as in a generation; block 1 repeats the arithmetic of autoregressive decoding. No pass is
+    wider than the target's width, as in a generation. begun: result of `begin` for the prompt.
     """
     block = min(block, target.width or block)
     ids = torch.tensor([prompt + answer], device=target.device)
@@ -75,10 +75,10 @@ def tree_logits(
     widest: int = max(BLOCKS),
     begun: tuple[KVCache, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """As `forced_logits`, each token being a tree's last node, after siblings that it does not see.
+    """As `forced_logits`, with each token as a tree's last node, after siblings that it does not attend to.
 
     The pass has `widest` rows, or the target's width, if that is less.
-    Its keys and values then lie at a later entry than in a chain, and attention adds them up in another order.
+    The token's keys and values are then at a later entry than in a chain, and attention sums them in another order.
     """
     n = min(widest, target.width or widest)  # the token's parent, siblings, and itself
     tree = Tree.of(torch.full((n - 1,), -1, device=target.device))
@@ -97,9 +97,9 @@ def tree_logits(
 @torch.inference_mode()
 @uncaptured()
 def next_logits(target: StagedModel, prompt: list[int], answer: list[int], index: int) -> torch.Tensor:
-    """Logits [vocab] of token `index` of `answer`, as the target has them decoding token by token.
+    """Logits [vocab] of token `index` of `answer`, decoded token by token.
 
-    No others are kept, as `forced_logits` does: those of a long answer over a large vocabulary take gigabytes.
+    Unlike `forced_logits` it keeps no others: those of a long answer over a large vocabulary take gigabytes.
     """
     ids = torch.tensor([prompt + answer[:index]], device=target.device)
     cache = target.new_cache(ids.shape[1] + target.padding)
@@ -111,28 +111,28 @@ def next_logits(target: StagedModel, prompt: list[int], answer: list[int], index
 
 
 def drawn_margin(logits: torch.Tensor, other: int, decoding: SamplingParams, uniform: float) -> float:
-    """How far logits [vocab] must move, at the least, for the draw with a number `uniform` to give `other` instead.
+    """The smallest change of logits [vocab] with which the number `uniform` draws `other` instead.
 
-    A draw takes the token in whose part of the distribution function F the number u lies. Moving logits apart by d
-    moves F within logit(F) +- d / temperature. So the distance is temperature x |logit(u) - logit(F)| at the end of the
-    other token's part that is nearer to u: a distance between logits, as without draws.
+    A draw selects the token whose interval of the distribution function F contains the number u. Moving logits apart by
+    d moves F within logit(F) +- d / temperature. So the distance is temperature x |logit(u) - logit(F)| at the end of
+    the other token's interval that is nearer to u: a distance between logits, as in greedy decoding.
     """
     ends = decoding.probs(logits).double().cumsum(-1)
     ends = ends / ends[-1]
     low, high = (ends[other - 1] if other else ends.new_zeros(())), ends[other]
     nearer = low if uniform < low else high
-    if low <= uniform < high or low == high:  # it is the token that is drawn here, or one that never is
+    if low <= uniform < high or low == high:  # `other` is drawn anyway, or never
         return 0.0 if low < high else math.inf
     return decoding.temperature * float((torch.logit(ends.new_tensor(uniform)) - torch.logit(nearer)).abs())
 
 
 class ShapeChanges(NamedTuple):
-    """What passes of several shapes change.
+    """Changes of logits between passes of several shapes.
 
     Attributes:
-        values: [n] changes of the distance of the target's first two choices, in logits, without signs.
-        firsts: of each sample, what `first_two` gives.
-        blocks: tokens of the passes that were compared with passes of one.
+        values: [n] absolute changes of the distance of the target's first two choices, in logits.
+        firsts: result of `first_two` for each sample.
+        blocks: widths of the passes that were compared with passes of one token.
     """
 
     values: torch.Tensor
@@ -150,23 +150,23 @@ def shape_noise(
     """Twice the largest change, between block shapes, of the distance of the target's first two choices.
 
     Twice, because the largest of some hundred positions is a sample itself. A fault in our verification changes logits,
-    too, and must not widen the noise that it is judged by: what goes beyond `NOT_ROUNDING` times the change that the
-    model's own forward shows is no rounding, and then the model's own counts.
+    too, and must not widen the noise that it is judged by: a change above `NOT_ROUNDING` times that of the model's own
+    forward is not rounding, and the model's own is used instead.
 
     Args:
         target: Whose passes are compared.
         samples: (prompt, answer) token ids.
-        trees: also compare a tree's nodes, which lie at other entries of the cache than the tokens of a chain.
+        trees: also compare a tree's nodes, which are at other entries of the cache than the tokens of a chain.
         widest: rows of the widest pass in use.
-        changes: what `shape_changes` gives for these arguments; None: it is called.
+        changes: result of `shape_changes` for these arguments; None: it is called.
 
     Returns:
-        Logits; 0 where no shape changes any, and there are no trees.
+        Logits; 0 if no shape changes any, and there are no trees.
     """
     changes = changes or shape_changes(target, samples, trees, widest)
     ours = changes.values.max().item()
     if ours == 0.0:
-        # Short samples may hold none of the few nodes of trees that round otherwise.
+        # Short samples may miss the few nodes of trees that round differently.
         passes = (forced_logits(target, *sample, max(BLOCKS)) for sample in samples) if trees else ()
         return 2 * max((logit_step(target, logits) for logits in passes), default=0.0)
     model, step = model_change(target, samples, changes.firsts, changes.blocks)
@@ -175,7 +175,7 @@ def shape_noise(
 
 
 def logit_step(target: StagedModel, logits: torch.Tensor) -> float:
-    """A step of the dtype at the largest logit: what a logit is itself rounded to."""
+    """A step of the dtype at the largest logit: the rounding of a logit itself."""
     return torch.finfo(target.dtype).eps * logits.abs().max().item()
 
 
@@ -185,7 +185,7 @@ def shape_changes(
     trees: bool = False,
     widest: int = max(BLOCKS),
 ) -> ShapeChanges:
-    """All changes of which `shape_noise` takes the largest; its arguments."""
+    """All changes, of which `shape_noise` uses the largest; same arguments."""
     blocks = {min(block, target.width or block) for block in (*BLOCKS, widest)}
     values, firsts = [], []
     for prompt, answer in samples:
@@ -199,10 +199,10 @@ def shape_changes(
 
 
 def tie_chance(target: StagedModel, prompt: list[int], answer: list[int], changes: torch.Tensor) -> float:
-    """How likely rounding makes an answer depart from the one that token-by-token decoding gives.
+    """Probability that rounding makes an answer depart from that of token-by-token decoding.
 
-    It does at the first place where the target's first two choices lie closer than a change in the direction that
-    swaps them; one change in two has it.
+    It departs at the first place where the target's first two choices are closer than a change in the direction that
+    swaps them, which half of the changes have.
 
     Args:
         target: that was decoded with.
@@ -212,7 +212,7 @@ def tie_chance(target: StagedModel, prompt: list[int], answer: list[int], change
     """
     if not changes.any():
         return 0.0
-    # Where the gap itself is off by a change does not matter on average, and wide passes are fewer.
+    # That the gap itself is off by a change averages out, and wide passes are fewer.
     gap = forced_logits(target, prompt, answer, max(BLOCKS)).topk(2).values.diff().abs()
     swaps = (changes[None] > gap).float().mean(-1) / 2
     return 1.0 - float((1.0 - swaps).prod())
@@ -221,7 +221,7 @@ def tie_chance(target: StagedModel, prompt: list[int], answer: list[int], change
 def model_noise(target: StagedModel, samples: list[tuple[list[int], list[int]]]) -> float:
     """As `shape_noise`, between autoregressive decoding of ours and of the model's own forward.
 
-    Where kernels of ours take the place of the model's, no shape of ours changes a bit, but the two round differently.
+    If our kernels replace the model's, no shape of ours changes a bit, but the two still round differently.
     """
     firsts = [first_two(target, prompt, answer) for prompt, answer in samples]
     ours = max(
@@ -235,9 +235,9 @@ def model_noise(target: StagedModel, samples: list[tuple[list[int], list[int]]])
 def foreign_noise(target: StagedModel, samples: list[tuple[list[int], list[int]]]) -> float:
     """As `shape_noise`, between our passes and those of another program with the same weights and dtype.
 
-    That is `model_noise`. But on a CPU in half precision the model's own forward may take seconds a pass. There a copy
-    of the weights in float32, if it fits in memory, stands for exact arithmetic: each program is taken to be off by as
-    much as ours is, independently, so that the two differ by sqrt(2) of that. The result is at most `NOT_ROUNDING`
+    That is `model_noise`. But on a CPU in half precision the model's own forward may take seconds a pass. There a
+    float32 copy of the weights, if it fits in memory, serves as exact arithmetic: each program is assumed to be off by
+    as much as ours, independently, so that the two differ by sqrt(2) times that. The result is at most `NOT_ROUNDING`
     steps of the dtype at the largest logit.
     """
     if not (target.device.type == "cpu" and target.dtype != torch.float32 and _has_exact_copy(target)):
@@ -254,7 +254,7 @@ def foreign_noise(target: StagedModel, samples: list[tuple[list[int], list[int]]
 
 
 def _has_exact_copy(target: StagedModel) -> bool:
-    """Whether a model can be had in float32: its weights are plain, and two copies of them fit in memory."""
+    """Whether a model can be copied in float32: it is not quantized, and two copies fit in memory."""
     free, copied = free_memory(), 4 * sum(weight.numel() for weight in target.model.parameters())
     # Two: one of them in the order of our kernels.
     return not getattr(target.model, "is_quantized", False) and (free is None or 2 * copied < free)
@@ -265,8 +265,8 @@ def engine_noise(
 ) -> float:
     """As `shape_noise`, between our passes and those of another engine; at most `ENGINE_NOISE`.
 
-    The engine's log-probabilities tell the distance of its first two choices. Where it gives none, what its greedy
-    tokens fall short of the target's best by is the noise that can be seen.
+    The engine's log-probabilities give the distance of its first two choices. Without them, the observable noise is
+    how far its greedy tokens fall short of the target's best.
 
     Args:
         target: that both decode with.
@@ -278,7 +278,7 @@ def engine_noise(
         chosen = torch.tensor(answer, device=logits.device)[:, None]
         short = (logits.amax(-1, keepdim=True) - logits.gather(-1, chosen)).squeeze(-1).tolist()
         for place, likeliest in enumerate(tops[: len(answer)]):
-            if len(likeliest) < 2:  # a server may give fewer than it is asked for
+            if len(likeliest) < 2:  # a server may return fewer than requested
                 continue
             first, second = sorted(likeliest, key=lambda token: -likeliest[token])[:2]
             gap = float(logits[place, first] - logits[place, second])
@@ -295,12 +295,12 @@ def model_change(
 ) -> tuple[float, float]:
     """The largest change, between block shapes of the model's own forward, of the distance of the first two choices.
 
-    A logit is itself rounded: what the model's forward can show is at least one step of its dtype.
+    A logit is itself rounded, so the change is at least one step of the model's dtype.
 
     Args:
         target: whose model it is.
         samples: as in `shape_noise`.
-        firsts: what `first_two` gives for each.
+        firsts: result of `first_two` for each.
         blocks: rows of the passes that are compared with one row.
 
     Returns:
@@ -316,7 +316,7 @@ def model_change(
 
 
 def batch_noise(target: StagedModel, samples: list[tuple[list[int], list[int]]], rows: int) -> float:
-    """The same between a sequence alone and among `rows` copies of it, one token or a block of them at a time."""
+    """As `shape_noise`, between a sequence alone and among `rows` copies of it, fed by tokens or by blocks."""
     largest = 0.0
     for prompt, answer in samples:
         top, gap = first_two(target, prompt, answer)
@@ -337,7 +337,7 @@ def first_two(
     answer: list[int],
     begun: tuple[KVCache, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The target's first two choices for each token of an answer, as autoregressive decoding has them.
+    """The target's first two choices for each token of an answer, in autoregressive decoding.
 
     Returns:
         Ids [n, 2] and the distance [n, 1] of their logits.
@@ -353,8 +353,7 @@ def forced_rows(
 ) -> torch.Tensor:
     """As `forced_logits`, for a batch of `rows` copies: logits [2, len(answer), vocab] of the first and the last.
 
-    It goes through the model's own forward and cache: a fault in our batches must not widen the noise that it is
-    judged by.
+    It uses the model's own forward and cache: a fault in our batches must not widen the noise that it is judged by.
     """
     ids = torch.tensor([prompt + answer], device=target.device).expand(rows, -1)
     out = target.model(ids[:, : len(prompt)], use_cache=True, logits_to_keep=1)

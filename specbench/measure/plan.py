@@ -9,17 +9,17 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Any
 
-LEAST_FOR_PRECISION = 3  # passes, before an interval over them says anything
+LEAST_FOR_PRECISION = 3  # passes, for an interval over them to be meaningful
 
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """The plan of a run; what is still to do follows from its journal alone, so that a killed run goes on.
+    """The plan of a run; the remaining work follows from its journal alone, so that a killed run resumes.
 
     Attributes:
-        repeats: passes that are made in any case.
+        repeats: least number of passes.
         processes: fresh processes that share them.
-        precision: passes are added until the interval over them is that narrow; None: none are.
+        precision: passes are added until the interval over them is this narrow; None: none are.
         max_minutes: of measuring, after which no pass is added.
     """
 
@@ -40,7 +40,7 @@ class RunPlan:
         )
 
     def process_of(self, repeat: int) -> int:
-        """The number of the process that measures a pass; several processes take each added pass to a fresh one."""
+        """The number of the process that measures a pass; with several, each added pass has a fresh one."""
         if self.processes == 1:
             return 0
         if repeat < self.repeats:
@@ -50,17 +50,17 @@ class RunPlan:
     def next(
         self, done: Mapping[int, int], questions: int, width: float | None, seconds: float
     ) -> int | None:
-        """The pass to go on with; None when the run has all it needs.
+        """The next pass to measure; None if the run needs no more.
 
         Args:
             done: by pass, how many questions were tried.
             questions: of a whole pass.
-            width: of the interval over the whole passes, high - low; None where there is none.
+            width: of the interval over the whole passes, high - low; None without one.
             seconds: spent on measuring so far.
         """
         repeat = next(r for r in range(len(done) + 1) if done.get(r, 0) < questions)
         if repeat < self.repeats or done.get(repeat):
             return repeat
         if self.precision is None or width is None or width <= self.precision:
-            return None  # None: nothing was answered, of which more passes would change nothing
+            return None  # width None: nothing was answered; more passes would not help
         return repeat if seconds * (1 + 1 / repeat) <= self.max_minutes * 60 else None

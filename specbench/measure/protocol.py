@@ -47,7 +47,7 @@ class Protocol:
         return self.pair.prompt_ids(messages)
 
     def capped(self, prompt: list[int], most: int | None = None) -> SamplingParams:
-        """The decoding with a cap that the context still holds, the same for every arm; `most` new tokens, if given."""
+        """The decoding, capped to what the context holds and to `most`, if given; the same for every arm."""
         length, context = len(prompt), self.pair.context_length
         if length >= context:
             raise UserError(f"the prompt has {length} tokens, the context only {context}")
@@ -59,8 +59,8 @@ class Protocol:
         longest = 0
         for one in questions:
             turns = len(one.turns) - 1
-            with suppress(Exception):  # it fails, and is told, when it is asked
-                # Of a word each: some templates refuse an assistant that says nothing.
+            with suppress(Exception):  # it fails, and is reported, when it is asked
+                # Of a word each: some templates reject an empty assistant message.
                 prompt = self.prompt(one, ["x"] * turns)
                 longest = max(longest, len(prompt) + turns * self.decoding.max_new_tokens)
         return min(longest, self.pair.context_length - 1)
@@ -87,7 +87,7 @@ class Protocol:
         orders = list(permutations(others))
         # Seven at a time: of 24 orders the first six begin with one arm.
         order = orders[7 * (pool + turn + repeat) % len(orders)]
-        # It takes as long as all others together: it is first and last in turns.
+        # It takes as long as all others together: it alternates between first and last.
         return [*order, *single] if repeat % 2 else [*single, *order]
 
     def warm_up_requests(self, max_new_tokens: int) -> list[Request]:

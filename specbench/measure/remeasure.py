@@ -35,7 +35,7 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """The answers of all arms in one attempt, and the state of the machine meanwhile.
+    """The answers of all arms in one attempt, and their slices.
 
     Attributes:
         answers: of each arm, by name.
@@ -46,7 +46,7 @@ class Attempt:
     slices: dict[str, list[Slice]]
 
     def counted(self) -> Counters:
-        """Counters over all slices, with `disturbed`: seconds of those that others disturbed."""
+        """Counters over all slices, with `disturbed`: seconds of the disturbed ones."""
         readings = [
             one.counted | {"disturbed": one.counted["seconds"] * (1 < one.degree < CAPTURED)}
             for slices in self.slices.values()
@@ -63,16 +63,15 @@ class Attempt:
 def least_disturbed(attempts: Sequence[Attempt]) -> tuple[dict[str, list[Generation]], float, float]:
     """Combines several attempts at the same answers: each stretch of text takes its time from the least disturbed one.
 
-    The times of all arms for a stretch come from one attempt, so that they stay paired. Where an arm's rounds differ
-    between attempts (it drafts by the clock), or a batch was decoded, the attempt with the least disturbance is taken
-    as a whole.
+    The times of all arms for a stretch come from one attempt, so that they stay paired. If an arm's rounds differ
+    between attempts (it drafts by the clock), or a batch was decoded, the least disturbed attempt is used as a whole.
 
     Args:
         attempts: non-empty; ties go to the earliest.
 
     Returns:
-        The answers of each arm; the share of their seconds in stretches that others still disturbed, and in such in
-        which a pass was captured.
+        The answers of each arm; the share of their seconds in stretches that others still disturbed; and the share in
+        stretches in which a pass was captured.
     """
     first = attempts[0]
     several = any(len(answers) > 1 for answers in first.answers.values())
@@ -117,7 +116,7 @@ def _structure(attempt: Attempt) -> dict:
 
 
 def _pieces(attempt: Attempt, arm: str) -> list[Piece]:
-    """The prefill and each round of an arm's only answer; one piece where its parts were not timed."""
+    """The prefill and each round of an arm's only answer; one piece if its parts were not timed."""
     answer, slices = attempt.answers[arm][0], attempt.slices[arm]
     ends = [one.tokens for one in slices]
 

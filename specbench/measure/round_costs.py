@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from specbench.measure.arms import Setup
     from specbench.measure.protocol import Protocol
 
-TOKENS = 64  # of an answer by which costs are measured
+TOKENS = 64  # per answer, to measure costs
 LEAST_ROUNDS = 5  # of a length, for a median of their costs
 
 
 def set_round_costs(setup: Setup, protocol: Protocol, costs: list[float] | None) -> list[float]:
-    """Gives the method the rule of goodput. What rounds cost stays the same for a whole run, so that answers do, too.
+    """Sets the method's rule to goodput. Costs stay the same for a whole run, so that answers do, too.
 
     Args:
         setup: whose drafter is a `VariableLength`.
@@ -42,7 +42,7 @@ def set_round_costs(setup: Setup, protocol: Protocol, costs: list[float] | None)
 
 
 def _measured(setup: Setup, drafter: VariableLength, protocol: Protocol, longest: int) -> list[float]:
-    """Costs in rounds of the baseline, between lengths that were measured as these tell."""
+    """Costs in rounds of the baseline, interpolated between the measured lengths."""
     requests = filled(end_requests(protocol, TOKENS), setup.spec.batch_size)
     setup.set_reference_answers(requests)
     size = setup.spec.batch_size
@@ -52,14 +52,14 @@ def _measured(setup: Setup, drafter: VariableLength, protocol: Protocol, longest
         costs[length] = _cost(setup.answers(METHOD, requests), length, size)
     medians = {length: cost for length, cost in costs.items() if cost is not None}
     between = listed_costs(medians)
-    if between is None or 0 not in medians:  # such short answers, or so few drafts: every length is as good
+    if between is None or 0 not in medians:  # too short answers or too few drafts: all lengths count as equal
         return [1.0, 1.0]
     rising = costs_by_length(between, max(medians)) / medians[0]
     return [round(float(cost), 3) for cost in rising]
 
 
 def _cost(answers: Iterable[Generation], length: int, size: int) -> float | None:
-    """The median seconds of full rounds whose longest path has so many draft tokens; None where there are too few."""
+    """Median seconds of full rounds whose longest path has `length` draft tokens; None if there are too few."""
     steps = (step for answer in answers for step in answer.steps)
     rounds = [step.seconds * size for step in steps if step.depth == length and step.sequences == size]
     return median(rounds) if len(rounds) >= LEAST_ROUNDS else None

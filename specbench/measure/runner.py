@@ -1,7 +1,7 @@
 """Measures one job: `python -m specbench.measure.runner RUN_DIR`, where RUN_DIR holds `config.yaml`.
 
-Every finished question is journalled at once, and the summary is written last: a run that was killed goes on from its
-journal. Where several processes share the passes of a run, this one measures its own and ends with the exit code
+Every finished question is journalled at once, and the summary is written last: a killed run resumes from its journal.
+If several processes share the passes of a run, this one measures its own and ends with the exit code
 `run_folder.EXIT_CONTINUE`.
 """
 
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 
 
 def prepare(cfg: DictConfig, scheduler: Scheduler | None = None) -> Bench:
-    """Loads the pair and builds the arms; a scheduler of the method's sequences may stand in for the usual one."""
+    """Loads the pair and builds the arms; `scheduler` replaces the usual one of the method's sequences."""
     spec = RunSpec.of(cfg)
     if spec.engine is not None:
         return prepare_served(cfg, spec)
@@ -116,7 +116,7 @@ def choose(bench: Bench, cfg: DictConfig, earlier: Mapping) -> dict[str, Any]:
     Args:
         bench: of the run.
         cfg: its configuration.
-        earlier: provenance of an earlier process of the run, whose choice is then taken; {} of the first one.
+        earlier: provenance of an earlier process of the run, whose choice is reused; {} in the first one.
 
     Returns:
         `thread_choice` and `kernels`, for the provenance.
@@ -129,14 +129,14 @@ def choose(bench: Bench, cfg: DictConfig, earlier: Mapping) -> dict[str, Any]:
 def make_ready(
     bench: Bench, cfg: DictConfig, earlier: Mapping, questions: Sequence[Question] = ()
 ) -> dict[str, Any]:
-    """Warms up, and measures what rounds cost where draft lengths follow that; as `choose`, which comes before.
+    """Warms up, and measures the costs of rounds if draft lengths depend on them. Call `choose` first (same Args).
 
     Returns:
-        For the provenance: `unfit`, why the machine is not fit for measuring; `round_costs`; `generate_cache`, which of
-        its caches generate is fastest with.
+        For the provenance: `unfit`, why the machine is not fit for measuring; `round_costs`; `generate_cache`, the
+        cache with which generate is fastest.
     """
     setup, protocol, watch = bench.setup, bench.protocol, bench.conductor.watch
-    # Of the threads on the host one drives a GPU, and the others have nothing to do.
+    # One thread on the host drives a GPU; the others are idle.
     watch.threads = torch.get_num_threads() if setup.pair.device.type == "cpu" else 1
     watch.find_children(() if setup.served is None else setup.served.ports)
     before = watch.read()
@@ -167,10 +167,10 @@ def pools(questions: list[Question], size: int | None, seed: int) -> list[list[Q
 
 
 def run(run_dir: Path) -> int:
-    """Measures what the folder still lacks, as far as it is this process's share, and at the end writes the summary.
+    """Measures this process's share of what the folder lacks, and writes the summary once nothing is missing.
 
     Returns:
-        1 if a question failed, `run_folder.EXIT_CONTINUE` if another process is to go on, else 0.
+        1 if a question failed, `run_folder.EXIT_CONTINUE` if another process must continue, else 0.
     """
     cfg = OmegaConf.create(store.read_config(run_dir))
     questions = load_questions(cfg.data, cfg.task)
@@ -204,18 +204,18 @@ class Job:
         self._speedup, self._passes = Speedup(None, None, None), 0  # with its interval over so many passes
 
     def next_pass(self) -> int | None:
-        """The pass to go on with; None when all is measured."""
+        """The next pass to measure; None if there is none."""
         done = Counter(record["repeat"] for record in self.journal.records)
         seconds = sum(record["wall_seconds"] for record in self.journal.records)
         return self.plan.next(done, len(self.questions), self._width(done), seconds)
 
     def measure(self, bench: Bench, repeat: int | None) -> None:
-        """Warms up, notes what the run is made of, and measures this process's passes from `repeat` on."""
+        """Warms up, writes provenance and facts, and measures this process's passes from `repeat` on."""
         planned = pools(
             self.questions, self.cfg.pool if bench.setup.spec.unit == POOL else None, self.cfg.seed
         )
         process = 0 if repeat is None else self.plan.process_of(repeat)
-        run_facts, probes = self._begin(bench)  # refuses what was begun under other conditions
+        run_facts, probes = self._begin(bench)  # rejects a run begun under other conditions
         drop_torn(self.journal, planned, bench.setup.spec.learns)
         bench.certifier.recall(self.journal.records)
         gc.collect()
@@ -231,7 +231,7 @@ class Job:
                     begun = time.perf_counter()
                     try:
                         records = attempt(bench, questions, pool, repeat)
-                    finally:  # also where a fault ends the job: who goes on with it is told
+                    finally:  # even if a fault ends the job: a resuming process reads it
                         self._keep(run_facts, bench)
                     spent = (time.perf_counter() - begun) / len(questions)
                     if pool == len(planned) - 1:
@@ -274,7 +274,7 @@ class Job:
             facts_before = read_json(self.run_dir / store.FACTS)
             ceiling = max(ceiling, facts_before["bandwidth_bytes_per_second"])
             bench.conductor.peak_memory = facts_before["peak_memory_bytes"]
-            if setup.served is not None:  # what its handshake has found again is no other fault
+            if setup.served is not None:  # a fault that the handshake found again is not new
                 before, faults = facts_before["engine"]["faults"], setup.served.faults
                 faults[:] = [*before, *(fault for fault in faults if fault not in before)]
         run_facts = facts(bench) | {
@@ -289,7 +289,7 @@ class Job:
         return run_facts, probes
 
     def _keep(self, run_facts: dict, bench: Bench) -> None:
-        """Writes the facts where some have changed."""
+        """Writes the facts if any have changed."""
         if any(run_facts[key] != value for key, value in changing_facts(bench).items()):
             run_facts |= changing_facts(bench)
             write_json(self.run_dir / store.FACTS, run_facts)
@@ -305,12 +305,12 @@ class Job:
         )
 
     def _interval(self) -> str:
-        """The speedup and its interval over passes in words; empty where the interval was not looked at."""
+        """The speedup and its interval over passes in words; empty if there is no interval."""
         speedup = self._speedup
         return "" if speedup.width is None else f"{speedup.value:.3f} [{speedup.low:.3f}, {speedup.high:.3f}]"
 
     def _width(self, done: Counter) -> float | None:
-        """The width of the interval over the whole passes; only looked at where passes may be added."""
+        """The width of the interval over the whole passes; computed only if passes may be added."""
         passes = sum(count == len(self.questions) for count in done.values())
         if self.plan.precision is None or passes < self.plan.repeats:
             return None
@@ -325,11 +325,11 @@ class Job:
 
 
 def drop_torn(journal: store.Journal, planned: list[list[Question]], learns: bool) -> None:
-    """Drops from a journal the records of a pool that lacks some, or of a pass in which the method learnt; prints that.
+    """Drops the records of an incomplete pool (incomplete pass, if the method learns) from a journal; prints that.
 
     A batch of the other questions alone has another occupancy and other times, which cannot be added to those of the
-    first. What was learnt in a pass is lost with the process. Either is the last of the journal, since pools are
-    written one after the other, each at once.
+    first. What was learnt in a pass is lost with the process. The incomplete part is the last of the journal, since
+    pools are written one after the other, each at once.
     """
     if not journal.records:
         return
@@ -350,7 +350,7 @@ def drop_torn(journal: store.Journal, planned: list[list[Question]], learns: boo
 
 
 def facts(bench: Bench) -> dict:
-    """What the summary needs of the run beside its records."""
+    """What the summary needs in addition to the records."""
     setup, conductor = bench.setup, bench.conductor
     pair = setup.pair
     same_weights = setup.served is None or setup.served.same_weights
@@ -390,8 +390,8 @@ def models(setup: Setup, pair: DictConfig, weights: Mapping) -> dict[str, str | 
         weights: of the provenance.
 
     Returns:
-        `engine_target`, another engine's own file for the target; `draft`, the draft model, such a file or the pair's,
-        with what is cut or widened of it. None: there is none, or somebody else runs the engine.
+        `engine_target`, another engine's own file for the target; `draft`, such a file or the pair's draft model, with
+        its changed dimensions. None: there is none, or the engine was started elsewhere.
     """
     files = {
         name: next((f"{file} ({digest[:8]})" for file, digest in one["files"].items()), None)
@@ -409,7 +409,7 @@ def models(setup: Setup, pair: DictConfig, weights: Mapping) -> dict[str, str | 
 
 
 def kernels(target: StagedModel) -> str | None:
-    """Why short passes of the target run on torch's kernels; None where they run on our own, and on a GPU."""
+    """Why short passes of the target run on torch's kernels; None if they run on our own, or on a GPU."""
     if target.device.type != "cpu":
         return None
     parts = [*target.layers, target.lm_head]
@@ -422,7 +422,7 @@ def kernels(target: StagedModel) -> str | None:
 
 
 def changing_facts(bench: Bench) -> dict:
-    """Those of the facts that change while a run is measured."""
+    """The facts that change while a run is measured."""
     served, engine = bench.setup.served, bench.setup.spec.engine
     of_engine = None
     if served is not None and engine is not None:
@@ -445,10 +445,10 @@ def main() -> int:
     run_dir = Path(sys.argv[1])
     try:
         return run(run_dir)
-    except BusyError:  # the folder is another process's, and so is what it says of failures
+    except BusyError:  # another process holds the folder and records its failures
         raise
     except Exception as error:
-        # On a full disk there may be no room for the note: what happened is told all the same.
+        # On a full disk there may be no room for the note: the error is reported all the same.
         with suppress(UserError):
             store.note_failure(run_dir, str(error) if isinstance(error, UserError) else one_line(error))
         raise

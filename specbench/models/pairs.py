@@ -53,9 +53,9 @@ SAMPLE = (
     "end of the year, with bread, milk, newspapers and a table where people can sit and talk."
 )
 USER_WORDS = "WORDS OF THE USER"  # which no template writes by itself
-# What templates are told the date is: by today's, prompts would differ from day to day. The one of Llama 3's own.
+# The date for templates, from Llama 3's own: with the current one, prompts would differ from day to day.
 TODAY = datetime(2024, 7, 26)
-# The function that templates call for it, in their own language: transformers hands them no functions.
+# The function that templates call for the date, as a Jinja macro: transformers cannot pass them functions.
 DATE = "{% macro strftime_now(form) %}{{ form"
 DATE += "".join(f"|replace('%{c}', '{TODAY.strftime('%' + c)}')" for c in (*"aAbBdmyYHIMSpj", "-d", "-m"))
 DATE += " }}{% endmacro %}"
@@ -73,7 +73,7 @@ class Pair:
         stop_ids: token ids that end an answer.
         device: of the models.
         dtype: of the models.
-        context_length: positions that every loaded model has.
+        context_length: positions that every loaded model supports.
         vocab_size: ids that the tokenizer has; heads may be padded further.
         parts: trained parts of methods by name, each a local path or a hub id.
         init: "pretrained", "random" or "expanded".
@@ -81,8 +81,7 @@ class Pair:
         template_kwargs: variables for the template.
         expansion: how the target was expanded, for trained parts that work at its width; None if it was not.
         draft_expansion: the same of the draft model.
-        source: what the target's weights were made from, where that is not the checkpoint's own form:
-            "dequantised from Q4_1".
+        source: the origin of the target's weights, if they were converted: "dequantised from Q4_1".
         width: what the target's passes are padded to, as in `StagedModel`.
         trimmed: folder of the vocabulary map that draft heads are trimmed by, and how many of its tokens they keep,
             None for all of them; None: heads stay whole.
@@ -109,7 +108,7 @@ class Pair:
 
     @cached_property
     def staged(self) -> StagedModel:
-        """The target, layer by layer: the one that the engine verifies with and drafters build on."""
+        """The target, layer by layer, which the engine verifies with and drafters build on."""
         from specbench.decoding.model.staged_model import StagedModel  # late: it takes seconds
 
         return StagedModel(self.target, width=self.width)
@@ -153,12 +152,12 @@ class Pair:
 
     @property
     def prompting(self) -> str:
-        """A digest of what prompts and the ends of answers depend on beside the conversation."""
+        """A digest of everything but the conversation that determines prompts and the ends of answers."""
         parts = [self.chat_template, self.template_kwargs, sorted(self.stop_ids), self.tokenizer.get_vocab()]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     def user_turn(self, messages: list[dict]) -> tuple[str, str]:
-        """What the template writes around the user's next turn, from the beginning up to where the answer begins.
+        """The template's text around the user's next turn, from the beginning up to where the answer begins.
 
         Args:
             messages: the conversation before that turn.
@@ -206,7 +205,7 @@ def load_pair(
         pair_cfg: the configuration of the pair.
         seed: draws the weights where `init` is "random".
         with_draft: whether the draft model is loaded, too.
-        weights: whether the target's are read; without them it serves for what its tokenizer and its config tell.
+        weights: whether the target's are read; without them only its tokenizer and its config can be used.
         width: as in `Pair`.
         trimmed: likewise.
 
@@ -245,7 +244,7 @@ def load_pair(
 
     loaded = target.model(dtype, device, seed, cfg.device_map) if weights else None
     if loaded is not None and cfg.device_map is not None:
-        # Where it begins, which the map chooses: the draft model and the tokens go there.
+        # The device of the first layer, by the map: the draft model and the tokens are put there.
         device = loaded.device
         prepare_device(device)
     target_model = target.without_weights() if loaded is None else loaded
@@ -279,7 +278,7 @@ def load_pair(
 
 
 def with_part(pair_cfg: DictConfig, folder: str | None) -> DictConfig:
-    """A pair's configuration with a trained part as draft model: whole, and of as many layers as it has."""
+    """A pair's configuration with a trained part as draft model, with all of its layers."""
     from omegaconf import OmegaConf
 
     part_settings: dict[str, Any] = {"draft": folder, "draft_revision": None, "draft_layers": None}
@@ -290,12 +289,12 @@ def with_part(pair_cfg: DictConfig, folder: str | None) -> DictConfig:
 
 
 def pair_for(pair_cfg: DictConfig, needs: Needs) -> DictConfig:
-    """A pair's configuration as a drafter with these needs has it: its part may bring the draft model with it."""
+    """A pair's configuration for a drafter with these needs: the drafter's part may contain the draft model."""
     return with_part(pair_cfg, draft_source(pair_cfg, needs)) if needs.part else pair_cfg
 
 
 def draft_of(pair: Pair) -> PreTrainedModel:
-    """The draft model of a pair. Raises UserError where the pair was loaded without."""
+    """The draft model of a pair. Raises UserError if the pair was loaded without one."""
     if pair.draft is None:
         raise UserError(f"pair '{pair.name}' was loaded without a draft model")
     return pair.draft
@@ -304,7 +303,7 @@ def draft_of(pair: Pair) -> PreTrainedModel:
 def find_stop_ids(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Every end-of-sequence id that the target's generation config, its config or the tokenizer names.
 
-    A draft model's config has no say: published ones carry ids of another family.
+    A draft model's config is ignored: published ones contain ids of another family.
     """
     named = (
         target.generation_config.eos_token_id,
@@ -331,7 +330,7 @@ def check_same_tokens(
     draft_name: str,
     ignored: Collection[int] = (),
 ) -> None:
-    """Raises UserError unless the draft's tokenizer gives every id of the target's, but `ignored`, the same string."""
+    """Raises UserError unless both tokenizers map every id of the target's, but `ignored`, to the same string."""
     tokens, others = ({i: token for token, i in t.get_vocab().items()} for t in (target, draft))
     compared = sorted(tokens.keys() - set(ignored))
     differing = next((i for i in compared if tokens[i] != others.get(i)), None)

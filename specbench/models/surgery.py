@@ -17,10 +17,10 @@ SHARED = (
 
 
 def cut(model: PreTrainedModel, layers: list[int]) -> PreTrainedModel:
-    """A model of its own, in float32, of some of a model's layers, its embeddings, final norm and head."""
+    """A new model in float32 from some of a model's layers, its embeddings, final norm and head."""
     config = copy.deepcopy(model.config)
     depth, config.num_hidden_layers = config.num_hidden_layers, len(layers)
-    # Families say in lists of their own what each layer is like: layer_types, no_rope_layers, mlp_layer_types.
+    # Families describe each layer in lists of their own: layer_types, no_rope_layers, mlp_layer_types.
     for name, value in list(vars(config).items()):
         per_layer = isinstance(value, list | tuple) and len(value) == depth
         if per_layer and not name.endswith("_token_id"):  # a model can have as many stop tokens as layers
@@ -49,7 +49,7 @@ def share_embeddings(draft: PreTrainedModel, target: PreTrainedModel, names: tup
     Args:
         draft: whose checkpoint has none.
         target: whose modules they are.
-        names: of both models, for what is said where they do not fit.
+        names: of both models, for the error message.
 
     Raises:
         UserError: the target has another width or vocabulary.

@@ -42,7 +42,7 @@ from specbench.system.files import make_folder
 if TYPE_CHECKING:
     from rich.table import Table
 
-MAX_SINGLE_TABLES = 6  # so many runs are also shown one by one
+MAX_SINGLE_TABLES = 6  # most runs that are also shown one by one
 
 
 def report(runs: list[Run], left_out: list[SkippedRun], out: Path, first: list[Table]) -> Path:
@@ -77,7 +77,7 @@ def report(runs: list[Run], left_out: list[SkippedRun], out: Path, first: list[T
 
 
 def print_report(runs: list[Run]) -> None:
-    """Prints the runs side by side, and one by one those that something is wrong with or, if they are few, all."""
+    """Prints runs with faults (if there are few runs, all) one by one, and then all runs side by side."""
     out = cells.console()
     for run in sorted(runs, key=lambda run: not verdicts.faults(run.summary)):
         if len(runs) <= MAX_SINGLE_TABLES or verdicts.faults(run.summary):
@@ -94,7 +94,7 @@ def print_report(runs: list[Run]) -> None:
 @one_line_errors()
 @file_errors()
 def main() -> int:
-    """Does what the command line says; returns the exit code."""
+    """Runs the command line; returns the exit code."""
     arguments = sys.argv[1:]
     if arguments[:1] == ["compare"]:
         return compare_runs(arguments[1:])
@@ -129,7 +129,7 @@ def compare_runs(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     runs, left_out = finished_runs(options.runs, with_records=True)
     if left_out and (options.json or options.fail_below is not None):
-        # The run after it would else be judged, or be what the others are judged by.
+        # Else the next run would be judged in its place, or become the reference.
         raise UserError(f"a gate needs every run: {'; '.join(map(str, left_out))}")
     tables.print_left_out(left_out)
     if len(runs) < 2:
@@ -146,7 +146,7 @@ def compare_runs(arguments: list[str]) -> int:
 
 
 def _metric(text: str) -> str:
-    """One that runs are compared by. Raises UserError for another."""
+    """A metric to compare runs by. Raises UserError for any other."""
     if text not in compare.METRICS:
         raise UserError(f"unknown metric '{text}': {suggest(text, compare.METRICS)}")
     return text
@@ -161,9 +161,9 @@ def _limit(text: str) -> float:
 
 
 def _key(text: str) -> str:
-    """What may differ: a name of what runs are compared by, the beginning of one, or a part of it.
+    """A key that may differ: a name in `gate.NAMES`, the beginning of one, or a part of it.
 
-    Raises UserError for another one, and for none, as a variable of CI may be: every name begins with that.
+    Raises UserError for any other, and for an empty one (an unset variable of CI), with which every name begins.
     """
     if not text or not any(name.startswith(text) or text.startswith(f"{name}.") for name in gate.NAMES):
         raise UserError(f"--allow: unknown key '{text}': {suggest(text, gate.NAMES)}")

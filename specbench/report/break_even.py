@@ -24,8 +24,8 @@ class BreakEven:
     """Where the speedup is 1, for one draft length and batch size.
 
     Attributes:
-        acceptance: from there on speculation pays off; -inf: at every measured acceptance, inf: at none.
-        low: the same for the upper ends of the speedups' intervals; None where a run has none.
+        acceptance: from which on speculation pays off; -inf: at every measured acceptance, inf: at none.
+        low: the same for the upper ends of the speedups' intervals; None if a run has none.
         high: the same for their lower ends.
         measured: the lowest and the highest acceptance that was measured.
     """
@@ -40,9 +40,9 @@ Curve = dict[tuple[int, int], BreakEven]  # by draft length and batch size
 
 
 def break_evens(summaries: Iterable[Mapping]) -> dict[str, Curve]:
-    """What runs with a chosen acceptance have in common but for acceptance, draft length and batch size: its curve.
+    """Curves of runs with a chosen acceptance, by what they share besides acceptance, draft length and batch size.
 
-    Of runs that differ in nothing the last counts. A draft length and batch size with a single acceptance has no entry.
+    Of identical runs the last counts. A draft length and batch size with a single acceptance has no entry.
     """
     chosen = [summary for summary in summaries if _has_acceptance(summary)]
     names = labels(map(_reduced, chosen), without=("batch_size", "pair", "limit"))
@@ -61,7 +61,7 @@ def break_evens(summaries: Iterable[Mapping]) -> dict[str, Curve]:
 
 
 def expected_length(acceptance: float, draft_length: int) -> float:
-    """Tokens that a round emits where each draft token is accepted independently (Leviathan et al. 2023, eq. 1)."""
+    """Tokens that a round emits if each draft token is accepted independently (Leviathan et al. 2023, eq. 1)."""
     return sum(acceptance**i for i in range(draft_length + 1))
 
 
@@ -76,7 +76,7 @@ def crossing(points: Mapping[float, float], draft_length: int) -> float:
         draft_length: of all of them.
 
     Returns:
-        -inf where every speedup is 1 or above; inf where the last is below.
+        -inf if every speedup is 1 or above; inf if the last is below.
     """
     from scipy.optimize import bisect  # late: few reports need it
 
@@ -107,7 +107,7 @@ def _of_runs(overall: Mapping[float, Mapping], draft_length: int) -> BreakEven:
 
 
 def _settings(summary: Mapping) -> dict:
-    """The settings of whatever drafts."""
+    """The settings of the drafter or method."""
     settings = summary["settings"]
     of_drafter = without_group({k: v for k, v in settings.items() if k.startswith("drafter.")})
     return of_drafter or settings
@@ -121,7 +121,7 @@ def _has_acceptance(summary: Mapping) -> bool:
 
 
 def _reduced(summary: Mapping) -> dict:
-    """The summary without the settings that a curve is drawn over, or named by, and without what they are called."""
+    """The summary without the settings that make up a curve's axes or name, and without their source."""
     left_out = (ACCEPTANCE, LENGTH, COST)
     settings = {k: v for k, v in summary["settings"].items() if k.removeprefix("drafter.") not in left_out}
     return dict(summary) | {"settings": settings, "settings_source": None}

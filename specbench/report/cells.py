@@ -58,13 +58,13 @@ def speedup_text(numbers: dict, narrow: bool = False) -> Text:
 
 
 def questions_text(numbers: dict) -> str:
-    """How many questions a block of numbers rests on, such as "6 of 36" where the others have no speedup."""
+    """Number of questions in a block of numbers, such as "6 of 36" if the others have no speedup."""
     every, timed = numbers["questions"], numbers["speedup_questions"]
     return str(every) if timed in (every, None) or numbers.get("pools") else f"{timed} of {every}"
 
 
 def ratio_text(value: float | None, low: float | None, high: float | None, narrow: bool = False) -> Text:
-    """A ratio and its interval; without colour where it could as well be 1. narrow: in two lines."""
+    """A ratio and its interval; without colour if the interval contains 1. narrow: in two lines."""
     outcome = verdict(low, high)
     if outcome is None:
         return Text(number_text(value, 2))
@@ -82,7 +82,7 @@ def equivalence_text(counts: dict) -> Text:
 
 
 def number_text(value: float | None, digits: int) -> str:
-    """A number with so many digits after the point."""
+    """A number with `digits` decimals, or a dash."""
     return UNKNOWN if value is None else f"{value:.{digits}f}"
 
 

@@ -30,19 +30,19 @@ if TYPE_CHECKING:
     from specbench.report.runs import Run
 
 FILE = Path(__file__).with_name("claims.yaml")
-# The embedded family as it is: the time of a pass is that of starting operations, where the papers' is that of memory.
+# The embedded family as it is: starting operations dominates its passes, reading memory those of the papers.
 SMALL = {"pair": ["tiny", "tiny_shallow"]}
 # The same family, expanded to the width of other models: its passes cost what theirs do, but its text is its own.
 EXPANDED = {"weights": "expanded"}
-# Checksums of the questions that a claim is of, whatever file a run took in their place.
+# Checksums of the questions that claims refer to, whatever file a run used in their place.
 QUESTIONS = {
     "spec_bench": yaml.safe_load((CONF / "data" / "spec_bench.yaml").read_text(encoding="utf-8"))["sha256"],
     "tiny": file_sha256(ROOT / "specbench" / "tiny" / "questions.jsonl"),
 }
 # The embedded questions mean nothing to a real model.
 REAL_TEXT = {"data": "spec_bench", "questions_sha256": QUESTIONS["spec_bench"]}
-# What an overall figure of a paper is of, unless a claim chooses its runs by another: all tasks of Spec-Bench, or of
-# the embedded questions in its form, all turns, decoded greedily.
+# Scope of a paper's overall figure, unless a claim chooses its runs differently: all tasks of Spec-Bench, or of the
+# embedded questions in its form, all turns, decoded greedily.
 OVERALL = {
     "task": "all",
     "temperature": 0.0,
@@ -50,7 +50,7 @@ OVERALL = {
     "questions_sha256": [*QUESTIONS.values()],
     "turns": None,
 }
-# What two runs have in common whose numbers are compared; their questions are paired one by one.
+# What two runs must share for their numbers to be compared; their questions are paired one by one.
 CONTEXT = (
     *("pair", "data", "questions_sha256", "split", "turns"),
     *("dtype", "device", "weights", "anatomy", "temperature", "verification", "protocol"),
@@ -72,12 +72,12 @@ SHARED_HEAD, OWN_HEAD = "shared head", "own head"
 
 @dataclass(frozen=True)
 class Finding:
-    """What runs say of a claim.
+    """The result of a claim on some runs.
 
     Attributes:
         estimate: what was measured; None: no run for it.
-        remark: what it rests on.
-        verdict: what it comes to.
+        remark: its basis.
+        verdict: a key of `STYLES`.
     """
 
     estimate: Speedup | None
@@ -87,15 +87,15 @@ class Finding:
 
 @dataclass(frozen=True)
 class Checked:
-    """A claim and what runs say of it.
+    """A claim and its findings.
 
     Attributes:
-        claim: as `claims.yaml` has it.
-        fitting: the verdict. What depends on the time or the bytes of a pass is judged on real pairs, or without runs
-            of them on the embedded family, expanded until its passes are bound by memory, as those of the papers are;
-            an acceptance length on the same, or without runs of them on the small ones; what is counted, on all.
+        claim: as in `claims.yaml`.
+        fitting: the one with the verdict. Measures that depend on the time or the bytes of a pass are judged on real
+            pairs or, without such runs, on the embedded family, expanded until its passes are memory-bound, as in the
+            papers; acceptance lengths likewise or, without such runs, on the small pairs; counts on all.
         small: on the embedded family as it is (`SMALL`); None for what does not depend on it.
-        beside: what gives no verdict, by name: "tuned" settings, or a method of our own with its best ones.
+        beside: findings without a verdict, by name: "tuned" settings, or a method of our own with its best ones.
     """
 
     claim: Mapping
@@ -105,11 +105,11 @@ class Checked:
 
 
 def check_claims(runs: list[Run], claims: list[dict] | None = None) -> list[Checked]:
-    """Every claim against the runs of this project's own decoding with drafts of one length.
+    """Checks every claim against the runs of this project's own decoding with a constant draft length.
 
-    A run counts for none with random weights, or with the lossy rule that is there as a control; a run that anything
-    else is wrong with counts for what needs no clock and no length: its answers, and the size of its drafter. What no
-    run tells is "not measured".
+    Runs with random weights, or with the lossy rule that serves as a control, do not count. A run with any other fault
+    counts only for what needs no times and no lengths: its answers, and the size of its drafter. A claim without a run
+    is "not measured".
     """
     runs = [run for run in runs if _may_count(run.summary)]
     return [check(claim, runs) for claim in (yaml.safe_load(FILE.read_text()) if claims is None else claims)]
@@ -121,7 +121,7 @@ def _may_count(summary: Mapping) -> bool:
 
 
 def check(claim: Mapping, runs: list[Run]) -> Checked:
-    """One claim against the runs."""
+    """Checks one claim on the runs."""
     judged = runs
     if "settings" in claim:
         judged = [run for run in runs if run.summary.get("settings_source") == claim["settings"]]
@@ -135,7 +135,7 @@ def check(claim: Mapping, runs: list[Run]) -> Checked:
 
 
 def _on_pairs(claim: Mapping, runs: list[Run]) -> tuple[Finding, Finding | None]:
-    """What runs say of a claim on the pairs that it is judged on, and on the small ones; see `Checked`."""
+    """The findings on the pairs that a claim is judged on, and on the small ones; see `Checked`."""
     if claim["measure"] in COUNTED:
         return find(claim, runs), None
     groups: dict[str, list[Run]] = {"real": [], "expanded": [], "small": []}
@@ -164,7 +164,7 @@ def _tuned(runs: list[Run]) -> list[Run]:
 
 
 def find(claim: Mapping, runs: list[Run]) -> Finding:
-    """What some runs say of a claim."""
+    """The finding of some runs."""
     is_counted = claim["measure"] in COUNTED
     if not is_counted:
         overall = {key: claim["of"].get(key, value) for key, value in OVERALL.items()}
@@ -179,7 +179,7 @@ def find(claim: Mapping, runs: list[Run]) -> Finding:
 def verdict(estimate: Speedup, claim: Mapping, counted: bool = False) -> str:
     """The verdict on a claim.
 
-    - supported: also the worse end of the interval (or a number that was counted) meets the bound.
+    - supported: the worse end of the interval (or a number that was counted) meets the bound, too.
     - supported (point estimate): the number does, but that end does not, or there is none.
     - inconclusive: only the better end does.
     - not supported: neither end does.
@@ -197,7 +197,7 @@ def verdict(estimate: Speedup, claim: Mapping, counted: bool = False) -> str:
 
 
 def counts(checked: list[Checked]) -> str:
-    """How many of the papers' claims, and apart from them of our own bounds, came to each verdict."""
+    """Number of claims for each verdict, separately for the papers' claims and for our own bounds."""
     lines = []
     for bound, words in BOUNDS.items():
         verdicts = Counter(one.fitting.verdict for one in checked if one.claim["bound"] == bound)
@@ -208,7 +208,7 @@ def counts(checked: list[Checked]) -> str:
 
 
 def claims_table(checked: list[Checked]) -> Table:
-    """A row for each claim: the verdict, and beside it what other settings and the small embedded pairs say."""
+    """A row for each claim: the verdict, and the figures of other settings and of the small embedded pairs."""
     table = cells.PlainTable("the papers' claims, checked", counts(checked))
     heads = ("claim", "whose bound", "paper", "here", "verdict", "on", "other settings", "small pairs (tiny)")
     table.add_columns(*heads, overflow="fold")
@@ -237,7 +237,7 @@ def markdown(checked: list[Checked], runs: list[Run]) -> str:
 
 
 def measured_on(runs: list[Run]) -> str:
-    """When, where and of which code the runs are, in a sentence."""
+    """Dates, machines and commits of the runs, in a sentence."""
     provenances = [run.provenance for run in runs if run.provenance is not None]
     days = sorted({one["time"][:10] for one in provenances})
     machines = sorted(
@@ -295,9 +295,9 @@ def number(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
 
 
 def relative(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
-    """A number of a run against the same of the strongest of others, in the same context.
+    """A number of a run against that of the strongest rival in the same context.
 
-    Others without a measured question in common are left out, and named. With `over` it is of their means over all
+    Rivals without a measured question in common are left out, and named. With `over` it compares means over all
     values of a key (each pair), of which there must be several.
     """
     key, what = claim.get("over"), claim.get("what", "speedup")
@@ -388,7 +388,7 @@ def _value(run: Run, key: str) -> object:
 
 
 def _newest(choice: Mapping, runs: list[Run]) -> list[Run]:
-    """The runs that match, the last first; where weights come in two forms, those with their own head before them."""
+    """The runs that match, the last first; runs whose weights have their own head come before the others."""
     matching = [run for run in reversed(runs) if _matches(choice, run)]
     return sorted(matching, key=lambda run: _form(run) != OWN_HEAD)
 
@@ -399,7 +399,7 @@ def _last(choice: Mapping, runs: list[Run]) -> Run | None:
 
 
 def _comparable(claim: Mapping, choice: Mapping, runs: list[Run]) -> list[Run]:
-    """The last run of ours with which a run of each of the others can be compared, and those; else empty."""
+    """Our last run that is comparable with a run of each rival, and those runs; [] if there is none."""
     for ours in _newest(claim["of"] | choice, runs):
         context = {name: ours.summary.get(name) for name in (*CONTEXT, *claim.get("same", ()), *choice)}
         matching = [_newest(other | context, runs) for other in claim["against"]]
@@ -417,7 +417,7 @@ def _ratio(others: list[Run], ours: list[Run], what: str) -> metrics.Relative:
 
 
 def _doubts(claim: Mapping, ours: list[Run], others: list[Run]) -> list[str]:
-    """Why compared runs are not alike, but for what the claim chooses ours by, and what the machine did to times."""
+    """How compared runs differ, besides what the claim chooses ours by, and warnings about the machine."""
     chosen_by = [f"config.{name}" for name in claim["of"]]
     lines = [line for run, other in zip(ours, others) for line in differing_conditions(other, run, chosen_by)]
     if claim.get("what") not in metrics.COUNTED:
@@ -430,13 +430,13 @@ def _parameters(run: Run) -> int:
 
 
 def _form(run: Run) -> str:
-    """Whether the trained weights of a run draft through the target's head; empty where they do not say."""
+    """Whether the trained weights of a run draft through the target's head; empty if unknown."""
     forms = {one["shared_head"] for one in run.summary.get("trained_weights", {}).values()}
     return SHARED_HEAD if True in forms else OWN_HEAD if False in forms else ""
 
 
 def _named(run: Run) -> str:
-    """The method, with the form of its weights where there are two, and its cores where it has some of its own."""
+    """The method, with the form of its weights if it is known, and its cores if it has extra ones."""
     form = f" ({_form(run)})" if _form(run) else ""
     return f"{method_label(run.summary)}{form}{remarks.cores_label(run.summary)}"
 

@@ -71,7 +71,7 @@ def differing_conditions(first: Run, run: Run, allow: Collection[str] = ()) -> l
 
 
 def faulty(runs: list[Run], with_speed: bool = True) -> list[str]:
-    """What is wrong with each run, a line each; with what its speed rests on, too, unless told otherwise."""
+    """The faults of each run, a line each; `with_speed` includes those of its speed."""
     return [
         f"{run.name}: {line}" for run in runs for line in verdicts.faults(run.summary, with_speed=with_speed)
     ]
@@ -94,21 +94,21 @@ def differing_turns(runs: list[Run]) -> list[str]:
 
 
 def without_difference(runs: list[Run]) -> list[str]:
-    """One line for each run that has no number against the first, for it was measured in another way."""
+    """One line for each run that has no number against the first, as it was measured in another way."""
     first, *others = runs
     return [f"no difference for {run.name}: {why}" for run in others if (why := hindrance(first, run))]
 
 
 def in_one_process(runs: list[Run]) -> bool:
-    """Whether one process measured the whole of a run: an interval then holds nothing of how processes differ."""
+    """Whether any run was measured by one process: its interval then does not cover how processes differ."""
     return any(run.summary.get("processes", 1) < LEAST_PASSES for run in runs)
 
 
 def difference_table(runs: list[Run], metric: str = SPEEDUP) -> Table:
     """The ratio of a metric of each other run to that of the first; a row per task.
 
-    A speedup is against autoregressive decoding in the run's own measurement, in batches against batch size 1 whatever
-    theirs. A cell is empty where `without_difference` tells why.
+    A speedup is against autoregressive decoding in the run's own measurement; for batches, at batch size 1.
+    `without_difference` explains empty cells.
     """
     first, *others = runs
     names = row_names(runs)
@@ -130,7 +130,7 @@ def difference_table(runs: list[Run], metric: str = SPEEDUP) -> Table:
 def relative(first: Run, second: Run, metric: str = SPEEDUP) -> dict[str, metrics.Relative]:
     """A metric of the second run / that of the first, by task and "overall".
 
-    Batches have no times by task. {} where only one decodes batches, or their pools differ.
+    Batches have no times by task. {} if only one decodes batches, or their pools differ.
     """
     if hindrance(first, second):
         return {}
@@ -148,14 +148,14 @@ def relative(first: Run, second: Run, metric: str = SPEEDUP) -> dict[str, metric
 
 
 def hindrance(first: Run, run: Run) -> str:
-    """Why a run has no number against the first; empty where it has."""
+    """Why a run has no number against the first; empty if it has."""
     if first.unit != run.unit:
         return f"one of it and {first.name} decodes batches"
     return "" if _pools(first) == _pools(run) else f"its pools are not those of {first.name}"
 
 
 def _pools(run: Run) -> dict[int, int]:
-    """The pool of each question; empty where each is decoded by itself."""
+    """The pool of each question; empty if each is decoded by itself."""
     return {record["question_id"]: record["pool"] for record in run.records if run.unit == POOL}
 
 

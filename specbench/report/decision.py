@@ -1,8 +1,8 @@
 """Which method to take: what was measured as fastest, for each pair and way of decoding, and how sure that is.
 
-Runs are alternatives where all but the method and its settings is the same. A run with a violation or a failed
-question is none. Two of them are told apart where their intervals do not meet: a cautious rule, as it does not use that
-both asked the same questions (`specbench compare` does).
+Runs are alternatives if they differ only in the method and its settings. A run with a violation or a failed question is
+none. Two of them are distinguished if their intervals do not overlap: a cautious rule, as it does not use that both
+asked the same questions (`specbench compare` does).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
     from specbench.report.runs import Run
 
-# What is the same for alternatives; what a title says in other words than a label.
+# What alternatives share; what a title words differently from a label.
 SETTING = (
     *("pair", "data", "split", "turns", "task", "limit", "temperature", "max_new_tokens", "seed"),
     *("verification", "dtype", "device", "processor", "weights", "anatomy", "batch_size", "pool", "protocol"),
@@ -65,8 +65,8 @@ USUAL = {
     "task": "all",
     "weights": "pretrained",
     "protocol": "paired",
-}  # goes without saying
-# What decides as well, and is said where it differs.
+}  # defaults, not shown
+# What matters as well, and is shown if it differs.
 UNSAID = {
     "target": "target={}",
     "verify_width": "verify_width={}",
@@ -79,12 +79,12 @@ ENGINE = "engine"  # what a speedup is quoted against, if it is our own loop
 SHOWN = 12  # alternatives in a table
 NARROWEST = 12  # characters of a column of words
 LENGTH = "max_draft_tokens"
-# What a draft length is called: here, of a batch's drafter, and in the words of other engines.
+# Names of the draft length: here, for a batch's drafter, and in other engines.
 LENGTHS = (
     *(LENGTH, f"drafter.{LENGTH}", "num_speculative_tokens", "num_assistant_tokens"),
     *("draft.n_max", "ngram_simple.size_m"),
 )
-OF_TREES = ("nodes", "width")  # settings by which an older run tells that it drafted trees
+OF_TREES = ("nodes", "width")  # settings of older runs that drafted trees
 FASTEST, AS_FAST, GAINS, NONE = "fastest", "not told apart", "gains", "not to be trusted"
 OF_VERDICT = {"faster": GAINS, "slower": "slower", "no difference": "no gain shown", None: "no gain shown"}
 
@@ -103,7 +103,7 @@ class Alternative:
 
     @property
     def speedup(self) -> float:
-        """Of the last run; 0 where it has none."""
+        """Of the last run; 0 if it has none."""
         return self.summary["overall"]["speedup"] or 0.0
 
     @property
@@ -135,7 +135,7 @@ class Decision:
 
     @cached_property
     def ranks(self) -> list[str]:
-        """What each alternative is, beside the fastest of those that gain.
+        """The rank of each alternative relative to the fastest of those that gain.
 
         The fastest of many gains by chance more often than one: the level of each is divided by their number.
         """
@@ -190,7 +190,7 @@ class Decision:
 
     @property
     def _lacking_interval(self) -> str | None:
-        """Why no run has an interval, and what gives it one; None where one has."""
+        """Why no run has an interval, and how to get one; None if a run has one."""
         summaries = [one.summary for one in self.alternatives]
         if any(summary["overall"]["speedup_low"] is not None for summary in summaries):
             return None
@@ -214,7 +214,7 @@ class Decision:
         return max(alarming, key=lambda run: abs(math.log(run.summary["overall"]["speedup"])), default=None)
 
     def _explained_by(self, run: Run) -> list[str]:
-        """Whose gains are no larger than what the baseline has against itself in a run."""
+        """The alternatives whose gains a run of the baseline against itself explains."""
         itself = run.summary["overall"]
         return [
             one.label
@@ -225,24 +225,24 @@ class Decision:
 
 
 def _differs(run: Run, count: int) -> bool:
-    """Whether the baseline against itself leaves out 1, one of so many runs that were looked at."""
+    """Whether the interval of the baseline against itself excludes 1, in one of `count` such runs."""
     return verdict_of_many(run.summary["overall"], count) in ("faster", "slower")
 
 
 def _rank(one: Alternative, count: int) -> str:
-    """What an alternative is beside the baseline, one of so many from which the fastest is chosen."""
+    """The rank of an alternative against the baseline, as one of `count` alternatives."""
     return NONE if one.faults else OF_VERDICT[verdict_of_many(one.summary["overall"], count)]
 
 
 def verdict_of_many(overall: Mapping[str, Any], count: int) -> str | None:
-    """As `verdict`, of a speedup that is one of so many from which the fastest is chosen."""
+    """As `verdict`, for a speedup that is one of `count` from which the fastest is chosen."""
     value, low, high = (overall[f"speedup{end}"] for end in ("", "_low", "_high"))
     interval = widened(Speedup(value, low, high, _freedom(overall)), count)
     return verdict(interval.low, interval.high)
 
 
 def _freedom(overall: Mapping[str, Any]) -> float | None:
-    """Degrees of freedom of a speedup's interval; of older runs those over questions or pools; None: as of many."""
+    """Degrees of freedom of a speedup's interval; for older runs, from questions or pools; None: unlimited."""
     entries = overall.get("pools") or overall.get("speedup_questions") or 0
     return overall.get("speedup_freedom") or (entries - 1 if entries > 1 else None)
 
@@ -275,7 +275,7 @@ def decisions(runs: Iterable[Run]) -> list[Decision]:
 
 
 def in_words(setting: tuple[str, ...], others: Iterable[tuple[str, ...]]) -> str:
-    """A setting in words, with what goes unsaid where another one differs in it alone."""
+    """A setting in words, with those of `UNSAID` in which others of the same words differ."""
     _, *others_values = zip(*(other for other in others if other[0] == setting[0]))
     unsaid = zip(UNSAID.values(), setting[1:], others_values)
     differing = [form.format(value) for form, value, values in unsaid if len(set(values)) > 1]
@@ -283,12 +283,12 @@ def in_words(setting: tuple[str, ...], others: Iterable[tuple[str, ...]]) -> str
 
 
 def is_hypothetical(summary: dict) -> bool:
-    """Whether nobody could deploy what was measured: a drafter that is told the answers, or random weights."""
+    """Whether the run cannot be deployed: its drafter knows the answers, or its weights are random."""
     return bool(summary.get("reference_answer")) or summary["weights"] == "random"
 
 
 def _is_plain(summary: dict) -> bool:
-    """Whether a run set the baseline beside itself: a drafter that found nothing, or failed, is none."""
+    """Whether a run compares the baseline with itself; a drafter that found nothing, or failed, does not."""
     drafts = summary["settings"] if summary["drafter"] is None else summary["drafter"] != "none"
     overall = summary["overall"]
     nothing = overall["acceptance_rate"] is None and summary["engine"] is None
@@ -297,7 +297,7 @@ def _is_plain(summary: dict) -> bool:
 
 
 def decision_table(decision: Decision) -> Table:
-    """The alternatives of a setting, the fastest first, and what a reader of them must know below."""
+    """The alternatives of a setting, the fastest first, with `facts` below."""
     shown = list(zip(decision.alternatives, decision.ranks))[:SHOWN]
     several = any(len(one.runs) > 1 for one, _ in shown)
     table = PlainTable(f"which method: {decision.setting}", "\n".join(facts(decision)))
@@ -324,7 +324,7 @@ def decision_table(decision: Decision) -> Table:
 
 
 def facts(decision: Decision) -> list[str]:
-    """What a reader of the alternatives must know, the answer first."""
+    """Facts about the alternatives, the recommendation first."""
     shown = decision.alternatives[:SHOWN]
     lines = [decision.sentence, f"{decision.questions} a run"]
     if left_out := len(decision.alternatives) - len(shown):
@@ -342,9 +342,9 @@ def facts(decision: Decision) -> list[str]:
 
 
 def setting_key(summary: dict, batches: bool = True) -> tuple[str, ...]:
-    """What tells settings apart: all that alternatives share, in words, and what may decide as well.
+    """The key of a setting: what alternatives share, in words, and the values of `UNSAID`.
 
-    Size and pools of a batch are not in it, unless `batches`.
+    It contains size and pools of a batch only if `batches`.
     """
     shared = {key: summary.get(key) for key in SETTING}
     shared["batch_size"] = batch_size(summary) if batches else None
@@ -369,21 +369,21 @@ def batch_size(summary: dict) -> int:
 
 
 def draft_length(summary: dict) -> int | None:
-    """The most tokens of a path of a draft, in whatever words; None where there is no such setting."""
+    """The most tokens of a path of a draft, under any of `LENGTHS`; None without such a setting."""
     settings = summary["settings"]
     if (key := next((key for key in LENGTHS if key in settings), None)) is None:
         return None
-    longest = summary.get("longest_path") or None  # another engine does not tell
+    longest = summary.get("longest_path") or None  # unknown for another engine
     if settings[key] is None:
         return longest
-    # A tree of few nodes has fewer levels than were asked for.
+    # A tree of few nodes has fewer levels than requested.
     return settings[key] if longest is None or summary["engine"] is not None else min(settings[key], longest)
 
 
 def tree_size(summary: dict) -> tuple[int | None, int | None] | None:
-    """The most nodes and levels of a draft that is a tree, each None where it is not known; None of a chain."""
+    """The most nodes and levels of a draft that is a tree, each None if unknown; None for a chain."""
     settings = without_group(summary["settings"])
-    if summary["engine"] is not None or settings.get("width") == 1:  # other engines are told to verify chains
+    if summary["engine"] is not None or settings.get("width") == 1:  # other engines verify chains
         return None
     if (nodes := summary.get("max_nodes")) is not None:
         return (nodes, summary["longest_path"]) if nodes else None
@@ -400,7 +400,7 @@ def _size(summary: dict) -> str:
 
 
 def _size_in_words(summary: dict) -> str:
-    """Likewise, as a part of a sentence; of what is not known nothing."""
+    """Likewise, as a part of a sentence; without what is unknown."""
     if (tree := tree_size(summary)) is None:
         drafts = draft_length(summary)
         return "" if drafts is None else f", {drafts} draft tokens at most,"

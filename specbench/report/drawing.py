@@ -23,7 +23,7 @@ NARROWEST = 3.5  # inches of a plot beside its legend
 WIDEST = 44  # characters in a line of a label
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999933")
 MARKERS = "osD^vP*X<>"
-# What is counted in rounds is held against the speedup of the rounds alone.
+# Numbers of rounds are compared with the speedup of the rounds alone.
 OF_ROUNDS, OF_ROUNDS_LABEL = "decode_speedup", "speedup without prefill (95 % interval)"
 LOOK: Any = {"font.size": 9, "axes.grid": True, "grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False,
         "axes.axisbelow": True, "legend.frameon": False, "hatch.linewidth": 0.5,
@@ -32,7 +32,7 @@ LOOK: Any = {"font.size": 9, "axes.grid": True, "grid.alpha": 0.3, "axes.spines.
 
 @dataclass(frozen=True)
 class PlottedRun:
-    """A run in the plots: what it is called, and how it is drawn."""
+    """A run in the plots: its label, and how it is drawn."""
 
     label: str
     summary: dict
@@ -45,12 +45,12 @@ class PlottedRun:
 
 
 def look_of(index: int) -> dict[str, Any]:
-    """The colour and marker of the run or line of a number."""
+    """The colour and marker of the run or line at an index."""
     return {"color": PALETTE[index % len(PALETTE)], "marker": MARKERS[index % len(MARKERS)]}
 
 
 def new_axes(width: float, height: float) -> Axes:
-    """Axes of a new figure of so many inches; not pyplot's, which keeps every figure."""
+    """Axes of a new figure, sized in inches; not pyplot's, which keeps every figure."""
     return Figure(figsize=(width, height), layout="constrained").add_subplot()
 
 
@@ -73,7 +73,7 @@ def draw_points(
 
 
 def error_bars(blocks: Collection[dict], what: str) -> list[list[float]]:
-    """How far the interval of a number reaches below it, and above it, in each block; 0 where there is no interval."""
+    """How far the interval of a number reaches below it, and above it, in each block; 0 if there is no interval."""
     return [
         [one[what] - (one[f"{what}_low"] or one[what]) for one in blocks],
         [(one[f"{what}_high"] or one[what]) - one[what] for one in blocks],
@@ -81,7 +81,7 @@ def error_bars(blocks: Collection[dict], what: str) -> list[list[float]]:
 
 
 def with_legend(axes: Axes) -> Figure:
-    """A legend beside the plot, if there is something to name; the figure, which is then large enough for both."""
+    """Adds a legend beside the plot, if a line has a label, and enlarges the figure for both; returns the figure."""
     figure = cast("Figure", axes.figure)
     handles, names = axes.get_legend_handles_labels()
     if not names:

@@ -23,7 +23,7 @@ LATEX = str.maketrans(
 
 @dataclass(frozen=True)
 class Cells:
-    """The content of a table: of each cell its text and style, of each column whether it is aligned to the right."""
+    """The content of a table: text and style of each cell, and whether each column is aligned to the right."""
 
     title: str
     caption: str
@@ -33,7 +33,7 @@ class Cells:
 
 
 def cells(table: Table) -> Cells:
-    """What a table says, each cell in one line."""
+    """The content of a table, each cell in one line."""
     rows = zip(zip(*(column.cells for column in table.columns)), table.rows)
     return Cells(
         title=" ".join(_lines(table.title)),
@@ -55,7 +55,7 @@ def markdown(table: Table) -> str:
 
 
 def latex(table: Table) -> str:
-    """A LaTeX table with booktabs' rules; a cell that warns is bold. What stands below it is the end of its caption."""
+    """A LaTeX table with booktabs' rules; a cell that warns is bold. Its caption joins title and caption."""
     content = cells(table)
     rows = [[_latex_cell(*cell) for cell in row] for row in content.rows]
     layout = "".join("r" if right else "l" for right in content.right)
@@ -101,13 +101,13 @@ def _cell(text: str, style: str, side: str) -> str:
 
 
 def _plain(text: object) -> str:
-    """What a title or cell says, in one line: what a cell has below its first line goes into brackets."""
+    """A title or cell in one line, with all lines after the first in brackets."""
     first, *more = _lines(text)
     return f"{first} ({', '.join(more)})" if more else first
 
 
 def _head(text: object) -> str:
-    """What a column's head says, with its words whole again."""
+    """A column's head in one line, with split words rejoined."""
     return "\n".join(_lines(text)).replace("-\n", "").replace("/\n", "/").replace("\n", " ")
 
 
@@ -121,7 +121,7 @@ def _style(cell: object) -> str:
 
 
 def between(text: str, name: str, content: str) -> str | None:
-    """A page with other content between its lines `<!-- NAME:begin -->` and `:end`; None where it lacks them."""
+    """A page with other content between its lines `<!-- NAME:begin -->` and `:end`; None if it lacks them."""
     begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
     head, opened, rest = text.partition(begin)
     _, closed, tail = rest.partition(end)

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
     from specbench.report.runs import Run
 
-# What a gate is there to judge: that the code differs keeps nobody from comparing.
+# A gate judges changes of the code: differing code does not prevent a comparison.
 CODE = ("source_sha256", "versions.specbench")
-# What may differ if a gate is told so: of provenance, and of what a summary says that a run computed with.
+# What may differ on request: keys of provenance, and what a summary holds of how a run computed.
 NAMES = (*(name.rstrip(".") for name in COMPARABLE), "engine.version", "kernels", "compiled", "seed")
 PASSED, FAILED, INCOMPARABLE = "passed", "failed", "incomparable"
 EXIT_CODES: dict[str | None, int] = {PASSED: 0, FAILED: 1, INCOMPARABLE: 2}
@@ -42,7 +42,7 @@ class Judged:
         high: upper end.
         count: how many `unit`s the interval rests on.
         verdict: passed, failed or incomparable; None without a limit.
-        reasons: why the runs may not be compared, why the run failed, and of a speedup what the machine did meanwhile
+        reasons: why the runs may not be compared, why the run failed, and for a speedup, warnings about the machine
             and what its interval does not cover.
 
     As text each reason has a line; the last one is the verdict.
@@ -75,7 +75,7 @@ def judge(
 ) -> list[Judged]:
     """Judges each run after the first by the ratio of a metric to that of the first.
 
-    A run fails when the whole interval lies below the limit, or when anything is wrong with either run, such as a
+    A run fails when the whole interval is below the limit, or when anything is wrong with either run, such as a
     violation or a failed question: what is fast with other answers, or with fewer, is not fast.
 
     Args:

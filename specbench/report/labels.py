@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 NAMED = 3
 DRAFT = "draft"  # the draft model of a pair, as a setting
-ROUND_COSTS = "round_costs"  # of a rule for draft lengths, where the configuration sets them
+ROUND_COSTS = "round_costs"  # of a rule for draft lengths, if the configuration sets them
 UNKNOWN_VERSION = "unknown"  # of an engine that somebody else started
 VOCAB_MAP, VOCAB_SIZE = TRIMMING  # the one tells of the other
-# What else than method and settings runs can differ in, and how a label says it.
+# What runs can differ in besides method and settings, and its form in a label.
 DIFFERING = {
     "pair": "{}",
     "batch_size": "batch {}",
@@ -49,7 +49,7 @@ DIFFERING = {
     "engine_plain": "{}",
     "experiment": "{}",
 }
-# What comes with others of these: a difference only between runs that agree in them.
+# Keys that depend on others: a difference only between runs that agree in those.
 COMES_WITH = {
     "anatomy": ("pair",),
     "prompting": ("pair",),
@@ -59,20 +59,20 @@ COMES_WITH = {
     "pool": ("unit",),
     "engine_plain": ("engine_name",),
 }
-# No differences: what older runs do not tell, and that another engine is its own baseline.
+# Values that are no difference: unknown in older runs, or of an engine that is its own baseline.
 UNTOLD: dict[str, set] = {
     "pool": {None},
     "quoted_against": {None},
     "engine_plain": {None},
     "prompting": {None},
 }
-# What neither "published" nor "tuned" tells of a run's settings.
+# Keys that neither "published" nor "tuned" covers.
 NO_SETTINGS = {*JUDGED_ELSEWHERE, "weights", DRAFT, ROUND_COSTS}
 QUOTED = {"engine": "our loop", "hf_generate": "transformers generate"}  # what speedups are against
 
 
 def method_label(summary: Mapping) -> str:
-    """The method, what drafts for it where that is another choice, its rule for draft lengths, and another engine."""
+    """The method, its drafter if that is chosen separately, its rule for draft lengths, and another engine."""
     drafter, engine = summary["drafter"], summary["engine"]
     if engine is not None:  # which schedules by itself
         return f"{drafter or summary['method']} by {engine['name']}"
@@ -89,7 +89,7 @@ def beside_engines(summaries: Iterable[dict]) -> list[dict]:
 
 
 def _question(summary: Mapping) -> tuple:
-    """What is the same for engines that are set side by side."""
+    """What engines that are shown side by side share."""
     return tuple(
         summary.get(key)
         for key in ("method", "pair", "data", "split", "turns", "questions_sha256", "temperature")
@@ -97,7 +97,7 @@ def _question(summary: Mapping) -> tuple:
 
 
 def as_text(settings: Mapping) -> list[str]:
-    """Each setting as it stands on the command line."""
+    """Each setting as on the command line."""
     return [f"{name}={value}" for name, value in settings.items()]
 
 
@@ -120,7 +120,7 @@ def varied_settings(summaries: Iterable[Mapping]) -> list[dict]:
             base.setdefault(DRAFT, settings[DRAFT])
         differing = {k for k in base.keys() | settings.keys() if base.get(k) != settings.get(k)}
         if DRAFT not in settings:
-            differing.discard(DRAFT)  # which older runs do not tell
+            differing.discard(DRAFT)  # unknown in older runs
         if VOCAB_SIZE in differing:
             differing.discard(VOCAB_MAP)
         varied.setdefault(method, set()).update(differing)
@@ -137,13 +137,13 @@ def chosen_settings(summary: Mapping) -> dict:
 
 
 def pair_names(summaries: Iterable[Mapping]) -> list[str]:
-    """The pair of each, and its target where pairs of one name, such as `local`, have several."""
+    """The pair of each, and its target if pairs of one name, such as `local`, have several."""
     summaries = list(summaries)
     targets: dict[str, set] = {}
     for summary in summaries:
         targets.setdefault(summary["pair"], set()).add(summary.get("target"))
     return [
-        # Older runs do not tell their target.
+        # Older runs do not record it.
         f"{pair} ({target})" if target is not None and len(targets[pair] - {None}) > 1 else pair
         for pair, target in ((summary["pair"], summary.get("target")) for summary in summaries)
     ]
@@ -163,10 +163,10 @@ def labels(summaries: Iterable[Mapping], without: Collection[str] = ()) -> list[
 
 
 def _settings_words(summaries: Sequence[Mapping]) -> list[list[str]]:
-    """What tells the settings of a method's runs apart: "published" or "tuned" where that names one, else those varied.
+    """Words that distinguish the settings of a method's runs: "published" or "tuned" if unique, else those varied.
 
-    It names one where all such runs of a pair have the same settings. What is no setting is said beside it. A method
-    with tuned settings alone is "tuned" where another one has published ones.
+    It is unique if all such runs of a pair have the same settings. Keys of `NO_SETTINGS` are added. A method with tuned
+    settings alone is "tuned" if another one has published ones.
     """
     every = varied_settings(summaries)
     beside = [as_text({key: varied[key] for key in varied if _is_no_setting(key)}) for varied in every]
@@ -198,9 +198,9 @@ def _is_no_setting(key: str) -> bool:
 
 
 def _differing(summaries: list[Mapping], without: Collection[str]) -> list[list[str]]:
-    """What the runs differ in beside method and settings, as labels say it; the size of a batch only of batches.
+    """What the runs differ in besides method and settings, in labels' form; the size of a batch only for batches.
 
-    What comes with others is a difference only between runs that agree in those: see `COMES_WITH`.
+    A key that depends on others is a difference only between runs that agree in those: see `COMES_WITH`.
     """
     summaries = [
         dict(summary) | {"pair": pair, "quoted_against": _quoted(summary)} | of_engine(summary)
@@ -227,12 +227,12 @@ def _differs(key: str, summaries: Iterable[Mapping]) -> bool:
 
 
 def _quoted(summary: Mapping) -> str | None:
-    """What a speedup is against; None of another engine, which is its own baseline."""
+    """What a speedup is against; None for another engine, which is its own baseline."""
     return None if summary["engine"] else QUOTED[summary["baseline"]["quoted_against"]]
 
 
 def of_engine(summary: Mapping) -> dict[str, str | None]:
-    """The name of another engine, its version and how its plain arm was told to decode; None of our own."""
+    """The name of another engine, its version and the settings of its plain arm; None for our own."""
     engine = summary["engine"]
     if not engine:
         return {"engine_name": None, "engine_plain": None}
@@ -273,9 +273,9 @@ def _ordered(values: Iterable) -> list:
 
 
 def grids(summaries: Iterable[Mapping]) -> list[Grid]:
-    """A grid for each method and pair of whose settings just two were varied, and each of these more than once.
+    """A grid for each method and pair with exactly two varied settings, of two or more values each.
 
-    Runs that differ in anything else are not of one grid. A cell that was run several times stands with its last run.
+    Runs that differ in anything else are not of one grid. A cell that was run several times shows its last run.
     """
     summaries = list(summaries)
     cells: dict[tuple[str, str, str, str], dict[tuple, float | None]] = {}

@@ -1,7 +1,7 @@
 """How speedups change with the size of a target that computes the same at every size.
 
-A small model's pass is mostly the starting of operations, a large one's the reading of weights. Memory-bound speedup
-(MBSU) tells what a method would gain if there were nothing but reading; between the two lies what is measured.
+Starting operations dominates a small model's pass, reading weights a large one's. Memory-bound speedup (MBSU) is what a
+method would gain if there were nothing but reading; measured speedups are between the two.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from specbench.system.settings import CONSTANT
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-# What may differ between the runs of a line and of another model; the name of a preset tells nothing of a run.
+# What may differ between the runs of a line and of another model; the name of a preset changes no run.
 OF_MODELS = (
     *("pair", "anatomy", "weights", "dtype", "data", "split", "turns", "questions_sha256", "limit"),
     "experiment",
@@ -43,10 +43,10 @@ def of_other_models(
 
     Args:
         summaries: of any runs.
-        by_label: as `by_size` gives it.
+        by_label: as returned by `by_size`.
 
     Returns:
-        By the model (pair, and dtype where it is not float32), then by the label that the method has in `by_label`.
+        By the model (pair, and dtype if it is not float32), then by the label that the method has in `by_label`.
     """
     lines = [next(iter(sizes.values())) for sizes in by_label.values()]
     pretrained = _with(summaries, "pretrained")
@@ -63,7 +63,7 @@ def of_other_models(
 
 
 def _with(summaries: Iterable[Mapping], weights: str) -> list[Mapping]:
-    """Those of one sequence at a time whose target has such weights, and passes of a known size."""
+    """The runs of one sequence at a time with such weights and passes of a known size."""
     of_one = [one for one in summaries if one["unit"] == QUESTION and one["engine"] is None]
     of_one = [one for one in of_one if one["draft_length"] == CONSTANT]
     return [one for one in of_one if one["weights"] == weights and one.get("target_pass_bytes")]

@@ -71,7 +71,7 @@ def _run(label: str, run: Run) -> dict:
 
 
 def _provenance(origin: dict | None) -> list[tuple[str, str]]:
-    """What a reader wants to know of where a run comes from; the whole of it is in its folder."""
+    """The main facts of a run's provenance; the whole of it is in its folder."""
     if origin is None:
         return [("provenance", "none that can be read")]
     git, machine = origin["git"], origin["machine"]

@@ -1,4 +1,4 @@
-"""In which phase of the machine runs were measured: slow ones, those in which it changed, and several that differ."""
+"""Warnings about the machine's phases: slow ones, changes within a run, and runs measured in different ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FEW = 3  # runs that are named one by one; more are counted, and each has its ow
 
 
 def shown(name: str, figures: Figures) -> str:
-    """A figure in the unit that people know it in."""
+    """A figure in its usual unit."""
     value = figures[name]
     if name == OPERATIONS:
         return f"{1e6 / value:.2f} µs"
@@ -26,7 +26,7 @@ def shown(name: str, figures: Figures) -> str:
 
 
 def lacking(figures: Figures, best: Figures) -> str:
-    """How far figures lie below the best, of those that make a machine slow; empty where none does."""
+    """How far the figures that make a machine slow are below the best; empty if none does."""
     return "; ".join(
         f"{WORDS[name]} {share:.0%} below the best that this machine has shown "
         f"({shown(name, figures)}, best {shown(name, best)})"
@@ -35,7 +35,7 @@ def lacking(figures: Figures, best: Figures) -> str:
 
 
 def slow_machine(summary: Mapping) -> str:
-    """A warning of a run that measured a slow machine, or one whose speed changed meanwhile; nothing for others."""
+    """A warning if a run was measured on a slow machine, and whether its speed changed; else empty."""
     speed = _speed(summary)
     if speed is None or not slow(speed["below"]):
         return ""
@@ -47,7 +47,7 @@ def slow_machine(summary: Mapping) -> str:
 
 
 def slow_machines(runs: Iterable[Run]) -> list[str]:
-    """A line for each run that measured a slow machine; where they are many, one for all of them."""
+    """A line for each run on a slow machine; if there are many, one for all of them."""
     runs = list(runs)
     lines = [f"{run.name}: {line}" for run in runs if (line := slow_machine(run.summary))]
     if len(lines) <= FEW:
@@ -72,10 +72,10 @@ def spread(shares: Collection[float]) -> str:
 
 
 def different_phases(runs: Iterable[Run]) -> list[str]:
-    """A line for each figure in which some rows were measured by a slower machine than others.
+    """A line for each figure in which the machine was slower for some rows than for others.
 
-    Compared are the medians of the runs' probes, among runs of the same processor, threads and torch; of others a
-    reader is told elsewhere that they do not compare.
+    It compares the medians of the runs' probes, among runs with the same processor, threads and torch; another warning
+    covers runs that differ in these.
     """
     runs = list(runs)
     alike: dict[str, dict[str, Figures]] = {}
@@ -103,5 +103,5 @@ def different_phases(runs: Iterable[Run]) -> list[str]:
 
 
 def _speed(summary: Mapping) -> dict | None:
-    """What a run knows of its machine's speed; None for one without probes, as all older ones."""
+    """The machine's speed in a summary; None without probes, as in older runs."""
     return (summary.get("machine") or {}).get("speed")

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
     from specbench.report.runs import Run
 
-MOST_POINTS = 24  # where each of them is one point
-LEAST_JUDGED = 20  # rounds: the share of fewer says little
+MOST_POINTS = 24  # runs, if each of them is one point
+LEAST_JUDGED = 20  # rounds: the share of fewer is too noisy
 STRETCH_NAMES = {
     "place": "new tokens before the round",
     "context": "tokens of prompt and answer before the round",
@@ -52,7 +52,7 @@ PARTS = {  # colour and hatch
     "other": ("#DDDDDD", "\\\\"),
     UNKNOWN_PARTS: ("#FFFFFF", "++"),
 }
-# What plots are called.
+# The names of plots.
 NAMES = re.compile(
     r"speedup_by_task|acceptance_\w+|time|throughput|mbsu_and_speedup|engines|break_even|regimes|heat_map_\d+"
 )
@@ -89,7 +89,7 @@ def figures(runs: Iterable[Run]) -> dict[str, Figure]:
             if plots[name][1]:
                 figure.suptitle(plots[name][1], fontsize=8)
             figure.draw_without_rendering()
-            # Laid out once, and not again for each form that it is written in.
+            # Laid out once, and not again for each output format.
             figure.set_layout_engine("none")
     return drawn
 
@@ -116,7 +116,7 @@ def svg(figure: Figure) -> bytes:
 
 
 def chosen(named: list[tuple[str, Run]], most: int = MAX_SERIES) -> tuple[list[PlottedRun], str]:
-    """The runs to draw, which look alike however many they are, and a title where some are left out."""
+    """The runs to draw, each with its own look in every plot, and a title if some are left out."""
     fastest = sorted(named, key=lambda pair: -(pair[1].summary["overall"]["speedup"] or 0))
     fastest_labels = [label for label, _ in fastest[: max(most, MOST_POINTS)]]
     looks = enumerate(pair for pair in named if pair[0] in fastest_labels)
@@ -176,7 +176,7 @@ def acceptance_and_speedup(runs: list[PlottedRun]) -> Figure | None:
 
 
 def mbsu_and_speedup(runs: list[PlottedRun]) -> Figure | None:
-    """What reading weights alone would allow against what was measured without prefill."""
+    """Memory-bound speedup against the speedup measured without prefill."""
     runs = [run for run in runs if run.overall["mbsu"] and run.overall[OF_ROUNDS]]
     if not runs:
         return None
@@ -195,7 +195,7 @@ def mbsu_and_speedup(runs: list[PlottedRun]) -> Figure | None:
 
 
 def time_by_part(runs: list[PlottedRun]) -> Figure | None:
-    """Where the time of a token goes; the bar of the baseline is a line across."""
+    """The time of a token by part; a vertical line marks the baseline's."""
     runs = [run for run in runs if run.overall["tokens"] and run.overall["seconds"]]
     if not runs:
         return None
@@ -221,7 +221,7 @@ def time_by_part(runs: list[PlottedRun]) -> Figure | None:
 
 
 def acceptance_by_position(runs: list[PlottedRun]) -> Figure | None:
-    """How often a draft token is accepted where all before it were, by its position in the draft.
+    """How often a draft token is accepted, if all before it were, by its position in the draft.
 
     Positions that fewer than `LEAST_JUDGED` rounds judged are left out.
     """
@@ -243,9 +243,9 @@ def acceptance_by_position(runs: list[PlottedRun]) -> Figure | None:
 
 
 def acceptance_over(runs: list[PlottedRun], name: str) -> Figure | None:
-    """Acceptance length over the new tokens ("place"), or all tokens ("context"), that there were before a round.
+    """Acceptance length over the number of new tokens ("place"), or of all tokens ("context"), before a round.
 
-    Stretches of fewer than `LEAST_JUDGED` rounds are left out. None where no run went through two of them.
+    Stretches of fewer than `LEAST_JUDGED` rounds are left out. None if no run has two of them.
     """
     edges = STRETCHES[name]
     lines = [(run, _stretches(run.overall, name)) for run in runs]
@@ -264,13 +264,13 @@ def acceptance_over(runs: list[PlottedRun], name: str) -> Figure | None:
 
 
 def _stretches(numbers: dict, name: str) -> dict[int, float]:
-    """By the number of a stretch, the acceptance length there, where enough rounds began."""
+    """By the number of a stretch, the acceptance length there, if enough rounds began."""
     judged = zip(numbers[f"acceptance_by_{name}"] or (), numbers[f"rounds_by_{name}"] or ())
     return {i: length for i, (length, count) in enumerate(judged) if count >= LEAST_JUDGED}
 
 
 def _milliseconds(overall: dict) -> dict[str, float]:
-    """Milliseconds per token by part; what is in no part is other, or not told apart where a part is not known."""
+    """Milliseconds per token by part; the rest is "other", or "not told apart" if a part is unknown."""
     seconds = {part: overall[f"{part}_seconds"] for part in ("draft", "verify", "prefill")}
     rest = UNKNOWN_PARTS if None in seconds.values() else "other"
     parts = {part: value or 0.0 for part, value in seconds.items()}

@@ -35,27 +35,27 @@ ALIASES = {
     "recycling": ("Recycling",),
 }
 
-# How a node of the file is built, and not a field; texts that add up from the outermost node to the cell.
+# Keys of a node's structure, which are no fields; texts that are joined from the outermost node to the cell.
 LAYOUT = ("rows", "columns", "numbers", "cells", "is")
 ADDED = {"paper": ", ", "setting": ", ", "note": "; "}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """One row of a paper: figures of one method at one setting. What the paper does not give is None.
+    """One row of a paper: figures of one method at one setting. What the paper does not report is None.
 
     method: our name where we have the method, else the paper's. paper: author, year, number, table. source: where it
     was read. hand: "first" in the source or a copy of it, "second" in what others wrote of it. target, draft: models.
     setting: temperature, batch, dtype, what was drafted and how. data: "spec_bench", or the paper's own questions.
-    task: one of the six or "overall", the paper's own average; None where it is none of these, as for the best task.
+    task: one of the six or "overall", the paper's own average; None if it is none of these, as for the best task.
     ablation: a point of a sweep or a variant, not the method as published. note: what to know before using the row.
 
     speedup: times autoregressive decoding. acceptance_length: tokens per target pass, bonus included. exact_share: of
     answers that equal the target's own. alignment_share: of the time, spent on alignment. group_rate: of the
-    rounds, whose sequences had one length. ratio: times what `against` names, where that is not autoregressive
+    rounds, whose sequences had one length. ratio: times what `against` names, if that is not autoregressive
     decoding. parameters_millions: what the method adds to the target. The other numbers are named as in summary.json;
-    shares and rates are of 1. A number stands as the paper gives it: `note` says "up to" or "about". Raises ValueError
-    for a row that cannot be.
+    shares and rates are of 1. A number is as in the paper: `note` has "up to" or "about". Raises ValueError for an
+    invalid row.
     """
 
     method: str
@@ -106,13 +106,13 @@ def beside(methods: Iterable[str]) -> list[Published]:
 @cache
 def all_rows() -> tuple[Published, ...]:
     """Every row of the file."""
-    # OmegaConf and not plain YAML, where a key that stands twice would be taken in silence.
+    # OmegaConf and not plain YAML, which silently accepts duplicate keys.
     nodes = cast("list[dict]", OmegaConf.to_container(OmegaConf.load(FILE)))
     return tuple(row for node in nodes for row in rows_of(node, {}))
 
 
 def rows_of(node: Mapping, outer: Mapping) -> Iterator[Published]:
-    """The rows of one node of the file within what holds around it. The top of published.yaml says what a node is."""
+    """The rows of one node of the file with the fields of its outer nodes. The top of published.yaml explains nodes."""
     node = _within(outer, node)
     rows, cells = node.pop("rows", None), node.pop("cells", None)
     if rows is not None:
@@ -129,7 +129,7 @@ def rows_of(node: Mapping, outer: Mapping) -> Iterator[Published]:
 
 
 def _within(outer: Mapping, inner: Mapping) -> dict:
-    """The fields of `inner` and what holds around them."""
+    """The fields of `inner` on top of those of `outer`."""
     added = {k: f"{outer[k]}{join}{inner[k]}" for k, join in ADDED.items() if k in outer and k in inner}
     return {**outer, **inner, **added}
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-# What the figures of one row of a table have in common.
+# What the figures of one row of a table share.
 ROW = ("method", "paper", "target", "draft", "hardware", "setting", "against", "hand")
 
 

@@ -1,4 +1,4 @@
-"""Lines about a run: what was measured how, what stands below its table, and what is wrong with it."""
+"""Lines about a run: what was measured how, the notes below its table, and its warnings."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def batch_line(summary: dict) -> str:
 
 
 def passes_line(summary: dict) -> str:
-    """How far the overall speedup moves when the same questions are measured again; nothing of a single pass."""
+    """How far the overall speedup moves when the same questions are measured again; empty for a single pass."""
     overall, passes, processes = summary["overall"], summary["repeats"], summary.get("processes", 1)
     if overall.get("passes_low") is None:
         return ""
@@ -62,7 +62,7 @@ def acceptance_line(numbers: dict) -> str:
 
 
 def machine_line(summary: dict) -> str:
-    """What others did on the machine during a run; nothing where it was not watched, as in older runs."""
+    """Load by other processes during a run; empty if it was not watched, as in older runs."""
     machine = summary.get("machine") or {}
     if machine.get("disturbed_share") is None:
         return ""
@@ -77,7 +77,7 @@ def machine_line(summary: dict) -> str:
 
 
 def kernels_line(summary: dict) -> str:
-    """Whose kernels ran a CPU's short passes, and whether layers were compiled; nothing for older runs."""
+    """Which kernels ran a CPU's short passes, and whether layers were compiled; empty for older runs."""
     elsewhere = summary["device"] != "cpu" or summary["engine"]
     if elsewhere or summary.get("compiled") is None or summary.get("layouts"):
         return ""
@@ -96,7 +96,7 @@ def repetition_line(summary: dict) -> str:
 
 
 def changed_drafts_line(summary: dict) -> str:
-    """A warning of a drafter that does not draft the same for the same question; nothing for others."""
+    """A warning if a drafter does not draft the same for the same question; else empty."""
     changed = summary.get("changed_drafts")
     if not changed:
         return ""
@@ -104,19 +104,19 @@ def changed_drafts_line(summary: dict) -> str:
 
 
 def disturbed(summary: dict) -> str:
-    """A warning of a run that stayed disturbed; nothing for others."""
+    """A warning if a run stayed disturbed; else empty."""
     share = _disturbed_share(summary)
     return f"DISTURBED: {DISTURBED.format(f'{share:.0%}')}" if share else ""
 
 
 def _disturbed_share(summary: dict) -> float:
-    """The share of the measured time in which other processes were busy; 0 where it is too small for a warning."""
+    """The share of the measured time in which other processes were busy; 0 if it is too small for a warning."""
     share = (summary.get("machine") or {}).get("still_disturbed_share")
     return 0.0 if share is None or share <= WORST_DISTURBED else share
 
 
 def disturbances(runs: Iterable[Run]) -> list[str]:
-    """A line for each run that stayed disturbed; where they are many, one for all of them."""
+    """A line for each run that stayed disturbed; if there are many, one for all of them."""
     runs = list(runs)
     lines = [f"{run.name}: {line}" for run in runs if (line := disturbed(run.summary))]
     if len(lines) <= FEW:
@@ -126,14 +126,14 @@ def disturbances(runs: Iterable[Run]) -> list[str]:
 
 
 def machine_warnings(runs: Iterable[Run]) -> list[str]:
-    """What the machine did to the times of runs: its phases, that it was slow, disturbed or had too few cores."""
+    """Warnings about the machine: its phases, and runs on a slow or disturbed one or on too few cores."""
     runs = list(runs)
     crowded = [f"{run.name}: {line}" for run in runs if (line := too_few_cores(run.summary))]
     return [*different_phases(runs), *slow_machines(runs), *disturbances(runs), *crowded]
 
 
 def too_few_cores(summary: dict) -> str:
-    """A warning of a method that computes on more cores than there are; nothing for others, and older runs."""
+    """A warning if a method computes on more cores than there are; else empty, also for older runs."""
     extra, threads, cores = (summary.get(key) for key in ("extra_cores", "threads", "cores"))
     if not extra or threads is None or cores is None or threads + extra <= cores:
         return ""
@@ -141,13 +141,13 @@ def too_few_cores(summary: dict) -> str:
 
 
 def kinds(lines: Iterable[str]) -> list[str]:
-    """What each of some warnings is about, without its figures; each once."""
+    """The subjects of some warnings, without their figures; each once."""
     before_brackets = [line.partition(" (")[0] for line in lines]
     return list(dict.fromkeys(text.rpartition(": ")[0] or text for text in before_brackets))
 
 
 def paired_over(count: int, unit: str) -> str:
-    """On how many pairs of times a ratio rests; unit: as in `metrics.Relative`."""
+    """The number of pairs behind a ratio, in words; unit: as in `metrics.Relative`."""
     text = f"{count} {unit}" if count == 1 else f"{count} {unit}s"
     if unit != "repeat":
         return text
@@ -155,7 +155,7 @@ def paired_over(count: int, unit: str) -> str:
 
 
 def settings_line(summary: dict) -> str:
-    """What the settings of a run are; nothing where it is not known, as of older runs, or there are none."""
+    """The source of a run's settings; empty if unknown, as for older runs, or if there are none."""
     source, published = summary.get("settings_source"), summary.get("settings_published") or {}
     if source == "changed":
         chosen = summary["settings"] | beside_settings(summary)
@@ -181,9 +181,9 @@ def beside_settings(summary: dict) -> dict:
 
 
 def settings_lines(summaries: Iterable[dict]) -> list[str]:
-    """What the settings of several runs are, a line for each kind, with the methods that have it.
+    """The sources of several runs' settings, a line for each kind, with the methods that have it.
 
-    Of a method whose runs have settings from several sources, the labels of the runs.
+    A method whose settings come from several sources is listed by the labels of its runs.
     """
     summaries = list(summaries)
     sources: dict[str, set[str | None]] = {}
@@ -198,17 +198,17 @@ def settings_lines(summaries: Iterable[dict]) -> list[str]:
 
 
 def _listed(names: Collection[str]) -> str:
-    """Names in a row, with semicolons between them where one has commas of its own."""
+    """Names in a row, with semicolons between them if one has commas of its own."""
     return ("; " if any(", " in name for name in names) else ", ").join(names)
 
 
 def _plain(value: object) -> str:
-    """A setting as a command line takes it."""
+    """A setting as on a command line."""
     return "null" if value is None else str(value)
 
 
 def turns(summary: dict) -> str:
-    """How arms took turns, in words; older runs, which do not tell, did so by whole answers."""
+    """How arms took turns, in words; in older runs, which do not record it, by whole answers."""
     seconds = summary.get("slice_seconds")
     return "whole answers" if seconds is None else f"slices of {seconds * 1000:.0f} ms"
 
@@ -220,7 +220,7 @@ def gain(summary: dict) -> float | None:
 
 
 def baseline_line(baseline: dict) -> Text:
-    """What the speedups are quoted against, how fast it is, and how close to what the memory allows."""
+    """The baseline of the speedups, its speed, and its share of the memory-bandwidth ceiling."""
     engine, generate = baseline["tokens_per_second"], baseline["hf_generate_tokens_per_second"]
     beside = "not timed" if generate is None else number_text(generate, 1)
     text = Text(f"baseline: our loop {number_text(engine, 1)} tokens/s, transformers generate {beside}; ")
@@ -237,7 +237,7 @@ def _ceiling(baseline: dict) -> str:
 
 
 def engine_line(summary: dict) -> Text:
-    """As `baseline_line`, of another engine: its plain arm, the same once more, and our own loop beside it."""
+    """As `baseline_line`, for another engine: its plain arm, the same once more, and our own loop."""
     engine, baseline = summary["engine"], summary["baseline"]
     name, rate = engine["name"], number_text(baseline["tokens_per_second"], 1)
     loop = number_text(engine["own_tokens_per_second"], 1)
@@ -262,7 +262,7 @@ def engine_line(summary: dict) -> Text:
 
 
 def likelihood_line(summary: dict) -> str:
-    """How likely the target finds what was drawn; nothing where answers are judged by their tokens."""
+    """Likelihood of drawn tokens under the target; empty if answers are judged by their tokens."""
     plain = "baseline" if summary["engine"] is None else "plain"
     parts = []
     for arm, one in summary["likelihood"].items():
@@ -283,7 +283,7 @@ def baseline_rate(baseline: dict) -> float | None:
 
 
 def notes(runs: list[Run]) -> list[str]:
-    """What a reader of several runs should be warned of."""
+    """Warnings for a reader of several runs."""
     return [
         *cautions(runs),
         *differing_by_pair(runs),
@@ -292,7 +292,7 @@ def notes(runs: list[Run]) -> list[str]:
 
 
 def cautions(runs: Iterable[Run]) -> list[str]:
-    """What a reader of several runs would else see only in the tables of each."""
+    """Warnings that would otherwise be only in the tables of each run."""
     runs = list(runs)
     ours = [run for run in runs if run.summary["engine"] is None]  # other engines are their own baseline
     slower = [run.name for run in ours if run.summary["baseline"]["quoted_against"] == "hf_generate"]
@@ -328,7 +328,7 @@ def is_one_pool(summary: dict) -> bool:
 
 
 def title_text(summary: dict) -> Text:
-    """What stands above a run's table: its faults, and what was measured how."""
+    """The title of a run's table: its faults, and what was measured how."""
     text = Text()
     sliced = f", {turns(summary)}" if "slice_seconds" in summary else ""
     for line in faults(summary, with_baseline=False):
@@ -353,7 +353,7 @@ def title_text(summary: dict) -> Text:
 
 
 def _verification(summary: dict) -> str:
-    """How drafts were verified, where it is not token by token."""
+    """How drafts were verified; empty if token by token."""
     verification = summary["verification"]
     lossy = " (LOSSY)" if verification == TYPICAL else ""
     return "" if verification == TOKEN else f"{verification} verification{lossy}, "
@@ -368,12 +368,12 @@ def dtype_label(summary: dict) -> str:
 
 
 def _threads(summary: dict) -> str:
-    """The threads of a run on a CPU; nothing for an older run, which does not tell."""
+    """The threads of a run on a CPU; empty for an older run, which does not record them."""
     threads = summary.get("threads") if summary["device"] == "cpu" else None
     return "" if threads is None else f", {threads} thread{'s' if threads > 1 else ''}{cores_label(summary)}"
 
 
 def cores_label(summary: dict) -> str:
-    """How many cores a method takes that drafts on some of its own, beside those of torch's threads; else nothing."""
+    """The cores of a method that drafts on extra ones, those of torch's threads included; else empty."""
     extra, threads = summary.get("extra_cores"), summary.get("threads")
     return f" ({threads + extra} cores)" if extra and threads else ""

@@ -1,17 +1,17 @@
 """What other draft lengths would have given: `specbench replay RUNS`, from the rounds that runs recorded.
 
-The rounds of a chain tell for almost every place of an answer whether the drafter guesses its token: it does where a
-token was accepted, and does not where one was rejected. Only the target's token after a draft that was accepted whole
-was never guessed; whether it would have been is drawn, as often as the first guess after such a draft is right. Where a
+The rounds of a chain show for almost every place of an answer whether the drafter guesses its token: it does if a token
+was accepted, and does not if one was rejected. Only the target's token after a draft that was accepted whole was never
+guessed; whether it would have been is drawn, with the rate at which the first guess after such a draft is right. If a
 drafter stopped by itself (a look-up without a match, a guess that it is unsure of), a replayed draft stops, too. Any
 length up to the recorded one, and any rule that chooses lengths, can then be played over the same answers.
 
-That is exact but for these draws where a guess depends on the text alone (a draft model, token by token). A drafter
-that guesses better in the first place of a draft than in the fourth has shorter drafts that are better than replayed.
+Apart from these draws this is exact if a guess depends on the text alone (a draft model, token by token). If a drafter
+guesses better in the first place of a draft than in the fourth, its shorter drafts are better than replayed.
 
 Costs are means of the recorded rounds by their number of draft tokens, each in rounds of the same run's baseline, which
-has no draft; between lengths that were measured they are interpolated. So one long run gives lengths, and a second,
-short one makes speedups good.
+has no draft; between measured lengths they are interpolated. So one run with long drafts yields lengths, and a second
+with short ones makes speedups accurate.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class Answer:
     """The places of an answer after its first token.
 
     Attributes:
-        right: [n] 1 where the drafter guesses the token, 0 where it does not, NaN where it was not asked.
+        right: [n] 1 if the drafter guesses the token, 0 if it does not, NaN if that is unknown.
         ends: [n] the place in front of which a draft that begins here stops by itself; n or more: it does not.
-        limited: whether it ended for its length: drafts were no longer than what was left of it.
+        limited: whether it ended at its limit: drafts were no longer than what was left of it.
         baseline_seconds: that autoregressive decoding took for it, prompt included.
         prefill_seconds: that the method took for its prompt.
         baseline_tokens: after the first one.
@@ -72,11 +72,11 @@ class Answer:
 
 @dataclass(frozen=True)
 class Played:
-    """What a rule gives over some answers.
+    """The result of a rule on some answers.
 
     Attributes:
-        length: acceptance length; None where nothing was drafted.
-        speedup: None where there are no costs.
+        length: acceptance length; None if nothing was drafted.
+        speedup: None without costs.
     """
 
     length: float | None
@@ -93,12 +93,12 @@ class Recorded:
         run: of one question at a time.
 
     Attributes:
-        longest: draft tokens of a round at most.
-        most: that a round might have had; None where that is no setting.
+        longest: most draft tokens of a round.
+        most: that a round could have had; None if that is no setting.
         rule: that chose lengths (`decoding.draft_length`).
         is_chain: whether it drafted chains, and nothing else.
         baseline_round: seconds of a round of the baseline.
-        after_full: how often the first guess after a draft that was accepted whole is made and right.
+        after_full: rate at which the first guess after a draft that was accepted whole is made and right.
         answers: of the method.
     """
 
@@ -109,7 +109,7 @@ class Recorded:
         self.longest, self.most = int(self._rounds["drafted"].max()), draft_length(run.summary)
         # The last token belongs to the target alone.
         left = run.summary["max_new_tokens"] - self._rounds["place"] - 1
-        # What a rule allowed is not recorded: its drafts are taken to be as long as that.
+        # The length that a rule allowed is not recorded: it is assumed to be the draft's.
         limit = left.clip(upper=self.longest) if self.rule == CONSTANT else self._rounds["drafted"]
         self._rounds["limit"] = limit
         self.is_chain = self.longest > 0 and bool((self._rounds["depth"] == self._rounds["drafted"]).all())
@@ -119,7 +119,7 @@ class Recorded:
 
     @property
     def measured(self) -> Played:
-        """What the run itself had."""
+        """The run's own figures."""
         overall = self.run.summary["overall"]
         return Played(overall["acceptance_length"], overall["speedup"])
 
@@ -178,7 +178,7 @@ def rounds_of(
         right: [n] whether each place is guessed.
         ends: as in `Answer`.
         rule: chooses the lengths, as it does in `draft_length.VariableLength`.
-        limited: as in `Answer`; where it is not, nobody knows of its end when the last draft is made.
+        limited: as in `Answer`; if not, its end is unknown when the last draft is made.
 
     Returns:
         Draft tokens and accepted ones of each round.
@@ -206,7 +206,7 @@ def play(recorded: Recorded, costs: Sequence[float] | None, rule: Constant, orac
         recorded: the run.
         costs: of a round by draft tokens, in rounds of the baseline; None: not measured.
         rule: chooses the lengths.
-        oracle: of its drafts just what will be accepted is drafted.
+        oracle: whether only tokens that will be accepted are drafted.
     """
     rng = np.random.default_rng(0)
     by_length = None if costs is None else costs_by_length(costs, recorded.longest)
@@ -239,7 +239,7 @@ def mean_costs(recorded: Iterable[Recorded]) -> dict[int, float]:
 
 
 def replay_table(recorded: Sequence[Recorded], title: str) -> tuple[Table, str]:
-    """What other lengths and rules give.
+    """Replays other lengths and rules.
 
     Args:
         recorded: runs that differ in their draft lengths alone.
@@ -256,7 +256,7 @@ def replay_table(recorded: Sequence[Recorded], title: str) -> tuple[Table, str]:
     beside = [one for one in recorded if one.rule == CONSTANT or one.most == base.longest]
     measured = {one.longest if one.rule == CONSTANT else one.rule: one.measured for one in beside}
     rules: dict[str | int, Constant] = {length: Constant(length) for length in range(1, base.longest + 1)}
-    any_length = base.run.summary.get("any_length") is not False  # older runs do not tell
+    any_length = base.run.summary.get("any_length") is not False  # unknown in older runs
     if any_length:
         rules[ADAPTIVE] = Adaptive(base.longest)
     if any_length and costs is not None:

@@ -69,12 +69,12 @@ class Run:
 
     @property
     def unit(self) -> str:
-        """What has times of its own: "question" or "pool"."""
+        """What is timed: "question" or "pool"."""
         return self.summary["unit"]
 
     @cached_property
     def provenance(self) -> dict | None:
-        """What provenance.json holds; None where it is missing or damaged."""
+        """What provenance.json holds; None if it is missing or damaged."""
         try:
             content = read_json(self.folder / store.PROVENANCE)
         except (OSError, ValueError):
@@ -87,17 +87,17 @@ class Run:
         return _records(self.folder)
 
     def parts(self, what: str) -> pd.DataFrame:
-        """The parts of a number, as `metrics.parts` gives them."""
+        """The parts of a number, as returned by `metrics.parts`."""
         return metrics.parts(self.records, what, self.unit, self.summary.get("target_pass_bytes"))
 
     def parts_by_process(self, what: str) -> list[pd.DataFrame]:
-        """Likewise by process, as `metrics.parts_by_process` gives them."""
+        """Likewise by process, as returned by `metrics.parts_by_process`."""
         return metrics.parts_by_process(self.records, what, self.unit)
 
 
 @dataclass(frozen=True)
 class SkippedRun:
-    """A run folder that no number is taken from, and why."""
+    """A run folder that is left out, and why."""
 
     folder: Path
     reason: str
@@ -114,7 +114,7 @@ def read_runs(paths: Iterable[Path], with_records: bool = False) -> tuple[list[R
         with_records: read every journal too, and leave out those that are damaged.
 
     Raises:
-        UserError: a path is not there.
+        UserError: a path does not exist.
     """
     runs, left_out = [], []
     for folder in {folder.resolve(): folder for path in paths for folder in _run_folders(path)}.values():
@@ -187,14 +187,14 @@ def _summary(folder: Path) -> dict:
 
 
 def _with_questions(summary: dict, folder: Path) -> dict:
-    """A summary with the checksum of its questions, which of an older one the provenance tells."""
+    """A summary with the checksum of its questions; for an older one, from the provenance."""
     if "questions_sha256" in summary or (origin := Run(folder, {}).provenance) is None:
         return summary
     return summary | {"questions_sha256": origin["questions"]["sha256"]}
 
 
 def _derived(folder: Path) -> dict:
-    """The summary of a folder that an earlier version measured, as this version makes it of the records.
+    """The summary of a folder that an earlier version measured, recomputed from the records.
 
     That version had no number of pools, and other intervals and another share of hidden drafting.
     """
@@ -229,7 +229,7 @@ def _records(folder: Path) -> list[dict]:
 
 
 def _lines(path: Path) -> int:
-    """How many whole lines a file has; 0 where there is none. Reading them as JSON would take long for many runs."""
+    """Number of whole lines of a file; 0 if there is no file. Parsing them as JSON would take long for many runs."""
     if not path.exists():
         return 0
     with open(path, "rb") as file:
@@ -252,7 +252,7 @@ def _lacking(value: object, shape: Mapping, prefix: str = "") -> Iterator[str]:
 
 
 def _run_folders(path: Path) -> list[Path]:
-    """The run folders that a path names: itself, or those in it; itself too where there is none, to be left out."""
+    """The run folders of a path: itself, or those in it; if there are none, itself, to be left out."""
     if not path.is_dir():
         raise UserError(f"there is no folder {path}")
     inside = [] if is_run(path) else sorted(filter(is_run, path.iterdir()))
@@ -265,9 +265,8 @@ def _run_folders(path: Path) -> list[Path]:
 def summary_frame(runs: Iterable[Run]) -> pd.DataFrame:
     """One row per run and task, and one with task "overall": the numbers of summary.json, flat.
 
-    Numbers of a method's own are left out. Verdict counts stand under their names (exact,
-    tie, violation), numbers of the baseline under `baseline_<name>`, parameters of the method as one text in
-    `settings`.
+    A method's own numbers are left out. Verdict counts have their names (exact, tie, violation), numbers of the
+    baseline are `baseline_<name>`, parameters of the method are one text in `settings`.
     """
     rows = []
     for run in runs:
@@ -284,7 +283,7 @@ def summary_frame(runs: Iterable[Run]) -> pd.DataFrame:
 
 
 def row_names(runs: list[Run]) -> list[str]:
-    """The label of each run; the folder's name where two runs share one, and its path where folders share that."""
+    """The label of each run; the folder's name if two runs share one, and its path if folders share that."""
     names = labels(run.summary for run in runs)
     for name_of in (lambda run: run.name, lambda run: str(run.folder)):
         names = [name if names.count(name) == 1 else name_of(run) for name, run in zip(names, runs)]
@@ -298,7 +297,7 @@ def latest(runs: Iterable[Run]) -> list[tuple[str, Run]]:
 
 
 def not_comparable(runs: Iterable[Run]) -> list[str]:
-    """One line for all runs that should not be set beside the first for the same reasons."""
+    """One line for all runs that are not comparable with the first for the same reasons."""
     runs = list(runs)
     first = next((run for run in runs if run.provenance is not None), None)
     name = "the others" if first is None else first.name
@@ -327,7 +326,7 @@ def differences(first: Run, run: Run) -> list[str]:
 
 def _means(summary: Mapping) -> dict[str, object]:
     means: dict[str, object] = {"engine.version": (summary["engine"] or {}).get("version")}
-    if summary.get("compiled") is not None:  # older runs tell neither
+    if summary.get("compiled") is not None:  # unknown in older runs
         ours = "our own, on AMX" if summary.get("tiles") else "our own"
         means["kernels"] = f"torch's ({reason})" if (reason := summary.get("kernels")) else ours
         means["compiled"] = summary["compiled"]
@@ -339,7 +338,7 @@ def _means(summary: Mapping) -> dict[str, object]:
 
 
 def differing_by_pair(runs: Iterable[Run]) -> list[str]:
-    """As `not_comparable`, among the runs of one pair, batch size and engine: that others differ is no surprise."""
+    """As `not_comparable`, among the runs of one pair, batch size and engine: others are expected to differ."""
     groups: dict[tuple, list[Run]] = {}
     for run in runs:
         engine = (run.summary["engine"] or {}).get("name")

@@ -1,8 +1,8 @@
 """How many tokens to draft at which batch size: `specbench schedule RUNS`, in the forms that serving engines read.
 
-For each batch size the draft length is that of the fastest run whose whole interval lies above 1, at a level of 5 % / n
-for n lengths; 0 where there is none: speculation is not shown to pay there. A batch size between two that were measured
-takes the length of the smaller one. Drafters of trees are left out: these engines are told the lengths of chains.
+For each batch size the draft length is that of the fastest run whose whole interval is above 1, at a level of 5 % / n
+for n lengths; 0 if there is none: speculation is not shown to pay there. A batch size between two that were measured
+uses the length of the smaller one. Drafters of trees are left out: these engines accept the lengths of chains.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Schedule:
     Attributes:
         drafter: its name.
         setting: what its runs share, in words.
-        fastest: by batch size, in ascending order, the fastest run that may be trusted; None where there is none.
+        fastest: by batch size, in ascending order, the fastest run that may be trusted; None if there is none.
         measured: by batch size, the draft lengths that were measured.
     """
 
@@ -70,9 +70,9 @@ class Schedule:
     def tensorrt_llm(self) -> dict | str:
         """Keys of TensorRT-LLM's speculative config, as it reads them since its pull request 10860 (March 2026).
 
-        A batch takes the length of the first key that is not smaller, and none above the largest key; the length of the
-        smallest key must be the largest one: why there are none, otherwise. Older versions take keys for the smallest
-        batch of a length.
+        A batch uses the length of the first key that is not smaller, and none above the largest key. The length of the
+        smallest key must be the largest one; otherwise returns why there are no keys. Older versions read a key as the
+        smallest batch of a length.
         """
         first = self.lengths[min(self.lengths)]
         if max(self.lengths.values()) > first:
@@ -81,7 +81,7 @@ class Schedule:
         return {"max_draft_len": first, "draft_len_schedule": schedule}
 
     def sglang(self) -> dict:
-        """SGLang's adaptive config: the steps to choose from by batch size; it has no way to say 0."""
+        """SGLang's adaptive config: the steps to choose from by batch size; it cannot express 0."""
         return {str(size): {"candidate_steps": [length]} for size, length in self.lengths.items() if length}
 
 
@@ -93,7 +93,7 @@ def schedules(runs: Iterable[Run]) -> list[Schedule]:
         has_length = decision.draft_length(summary) and summary["draft_length"] == CONSTANT
         drafts = summary["overall"]["acceptance_rate"] is not None or summary["engine"] is not None
         if not (drafts and has_length) or decision.tree_size(summary) or decision.is_hypothetical(summary):
-            continue  # nothing is drafted, or not chains of one length, or not by what could be deployed
+            continue  # no drafts, or not chains of one length, or not deployable
         scheduling, drafting = _chosen(summary)
         key = (
             summary["drafter"] or summary["method"],
@@ -113,7 +113,7 @@ def schedules(runs: Iterable[Run]) -> list[Schedule]:
 
 
 def _chosen(summary: dict) -> tuple[str, str]:
-    """What schedules, empty for one sequence at a time, and what is set of the drafter but its length, in words."""
+    """The scheduler (empty for one sequence at a time) and the drafter's settings but its length, in words."""
     settings = decision.beside_length(summary)
     if summary["unit"] != POOL or summary["engine"] is not None:  # another engine schedules by itself
         return "", ", ".join(sorted(as_text(without_group(settings))))
@@ -138,7 +138,7 @@ def _length(run: Run) -> int:
 
 
 def _fastest(runs: list[Run]) -> Run | None:
-    """The fastest run that gains, as one of so many, and that nothing is wrong with; of one length, the last."""
+    """The fastest run without faults that gains, as one of the number of lengths; of one length, the last."""
     last = {_length(run): run for run in runs}
     gains = [
         run

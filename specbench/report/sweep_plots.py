@@ -66,7 +66,7 @@ def throughput(summaries: Iterable[dict]) -> Figure | None:
 def engines(summaries: Iterable[dict]) -> Figure | None:
     """Other engines beside this project: how fast each decodes without drafts, what a method gains there; or None.
 
-    A line at the end of a bar is where reading the weights alone would end, where that is known.
+    A line at the end of a bar is where reading the weights alone would end, if that is known.
     """
     shown = beside_engines(summaries)
     names = labels(shown)
@@ -140,7 +140,7 @@ def _break_even_line(
     apart: float,
     limits: tuple[float, float],
 ) -> None:
-    """A line over the batch size; what lies outside of what was measured is in the margin, as an open triangle."""
+    """A line over the batch size; values outside the measured range are open triangles in the margin."""
     look = look_of(index)
     inside = {size * apart: one.acceptance for size, one in points.items() if math.isfinite(one.acceptance)}
     axes.plot(list(inside), list(inside.values()), markersize=5, label=label, **look)
@@ -177,7 +177,7 @@ def regimes(summaries: Iterable[dict]) -> Figure | None:
     for index, (name, sizes) in enumerate(drafting.items()):
         style = look_of(index) | {"markersize": 5}
         numbers = {size / 1e6: summary["overall"] for size, summary in sizes.items()}
-        # MBSU is of the rounds alone: so is the speedup that is held against it.
+        # MBSU is of the rounds alone: it is compared with their speedup.
         comparable = {size: one for size, one in numbers.items() if one[OF_ROUNDS] and one["mbsu"]}
         values = [one[OF_ROUNDS] for one in comparable.values()]
         bars = error_bars(comparable.values(), OF_ROUNDS)
@@ -211,7 +211,7 @@ def _other_models(
     """Draws models that are no lines: the baseline's share, speedups, and what is reached of MBSU.
 
     Args:
-        models: as `of_other_models` gives them.
+        models: as returned by `of_other_models`.
         lines: labels, in the order of their colours.
         panels: the three axes.
 
@@ -246,9 +246,9 @@ def _drafts(sizes: Mapping[int, Mapping]) -> bool:
 
 
 def heat_maps(summaries: Iterable[dict]) -> list[Figure]:
-    """Overall speedups for each method and pair of whose settings just two were varied.
+    """Overall speedups for each method and pair with exactly two varied settings.
 
-    Of many the largest are drawn, which the title mentions; all of them are among the tables.
+    If there are many, the largest are drawn, as the title mentions; the tables contain all.
     """
     drawn = []
     filled_grids = [grid for grid in grids(summaries) if any(grid.cells.values())]

@@ -72,8 +72,8 @@ def run_table(summary: dict) -> Table:
 def spec_bench_table(summaries: Iterable[dict]) -> Table | None:
     """Speedups by task in Spec-Bench's own form, a row per run, with mean accepted tokens and the overall speedup.
 
-    Ours are ratios of summed seconds; the overall speedup as its speed.py defines it stands beside. None without a
-    task: the runs of batch methods have no times by task.
+    Ours are ratios of summed seconds; another column has the overall speedup as its speed.py defines it. None without
+    a task: the runs of batch methods have no times by task.
     """
     summaries = [summary for summary in summaries if summary["unit"] == QUESTION]
     if not summaries:
@@ -114,9 +114,9 @@ def overview_table(summaries: Iterable[dict]) -> Table:
 
 
 def engines_table(summaries: Iterable[dict]) -> Table | None:
-    """Other engines beside this project's own decoding: a row per run, with what each engine does plainly.
+    """Other engines beside this project's own decoding: a row per run, with each engine's plain decoding.
 
-    Of this project's runs there are those of a method and pair that another engine was measured with. None without one.
+    This project's runs are those of a method and pair that another engine was measured with. None without one.
     """
     shown = beside_engines(summaries)
     if not shown:
@@ -146,8 +146,8 @@ def pairs_table(summaries: Iterable[dict]) -> Table | None:
     """Overall speedups, a row per method (and its settings), a column per pair, and the mean over the pairs.
 
     None unless a method was run on several pairs; the others are left out. A method that was run several times on a
-    pair stands with its last run; runs that differ in more than the pair (the size of a batch) have rows of their own.
-    How many questions of each task there were does not count: pairs have limits of their own.
+    pair shows its last run; runs that differ in more than the pair (the size of a batch) have separate rows. The number
+    of questions of each task does not matter: each pair has its own limit.
     """
     summaries = list(summaries)
     cells: dict[str, dict[str, dict]] = {}
@@ -176,7 +176,7 @@ def pairs_table(summaries: Iterable[dict]) -> Table | None:
 
 
 def _changes(summary: dict) -> str:
-    """The settings that a command line changed, as it has them; empty where it changed none."""
+    """The settings that a command line changed, in its form; empty if it changed none."""
     if summary.get("settings_source") != CHANGED:
         return ""
     chosen = summary["settings"] | remarks.beside_settings(summary)
@@ -249,7 +249,7 @@ def print_run(run: Run) -> None:
 def print_overview(runs: list[Run]) -> None:
     """Prints several finished runs side by side: a row each, speedups by pair, and what does not compare.
 
-    Of a table of very many rows only the name is printed: a report has it in its files.
+    Of a very long table only the title is printed: a report has it in its files.
     """
     out = console()
     for table in overview(run.summary for run in runs):
@@ -271,7 +271,7 @@ def runs_of_command(program: str, description: str | None, with_records: bool = 
 
 
 def print_left_out(left_out: Iterable[SkippedRun]) -> None:
-    """Names the runs that no number is taken from, every one; of the unfinished ones a few, or their number."""
+    """Prints every run that is left out; of unfinished ones, if there are many, only their number."""
     left_out = list(left_out)
     unfinished = [item for item in left_out if item.reason.startswith("unfinished")]
     if len(unfinished) > FEW:
@@ -287,14 +287,14 @@ def print_left_out(left_out: Iterable[SkippedRun]) -> None:
 
 
 def print_notes(lines: list[str]) -> None:
-    """Prints what a reader should be warned of; of many lines the first."""
+    """Prints warnings; of many lines, the first ones and how many more."""
     more = len(lines) - NOTES_SHOWN
     for line in [*lines[:NOTES_SHOWN], *([f"and {more} more"] if more > 0 else [])]:
         console().print(Text(line, style="yellow"))
 
 
 def _caption(summaries: list[dict]) -> str:
-    """What stands below a table of runs: their kinds of settings, and whose intervals are over repeats of one pool."""
+    """The caption of a table of runs: their kinds of settings, and whether intervals are over repeats of one pool."""
     alone = [remarks.is_one_pool(summary) for summary in summaries]
     lines = remarks.settings_lines(summaries)
     if any(alone):

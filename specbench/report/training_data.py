@@ -21,7 +21,7 @@ SAME = "all drafters trained here saw equally many tokens of the same data, over
 
 
 def training_table(summaries: Iterable[dict]) -> Table | None:
-    """A row for each trained part of each method and pair, also for one without a record; None where no run has one."""
+    """A row for each trained part of each method and pair, also for one without a record; None if no run has one."""
     summaries = list(summaries)
     rows = []
     for label, summary in zip(labels(summaries), summaries):
@@ -60,15 +60,15 @@ def _records(summary: dict) -> dict[str, dict]:
 
 
 def _cleared_of(record: dict) -> str:
-    """The questions that the text of all stages was cleared of; unknown where one stage does not tell."""
+    """The questions that the text of all stages was cleared of; unknown if one stage does not record it."""
     digests = {str(stage.get("questions") or UNKNOWN)[:SHOWN_OF_A_DIGEST] for stage in stages(record)}
     return UNKNOWN if UNKNOWN in digests else ", ".join(sorted(digests))
 
 
 def differing_training(summaries: Iterable[dict]) -> list[str]:
-    """A line where drafters of these runs saw different text, or different numbers of tokens, over all stages.
+    """A line if drafters of these runs saw different text, or different numbers of tokens, over all stages.
 
-    One that names the text of datastores, where other runs have none or another, and one where the memory of some
+    Another names the text of datastores, if other runs have none or another; another one is added if the memory of some
     drafters was warmed, and that of others, which could have been, was not.
     """
     summaries = list(summaries)
@@ -101,7 +101,7 @@ def tokens_seen(record: dict) -> int:
 
 
 def _text(record: dict, name_of: Callable[[str], str]) -> str:
-    """The text of all stages, called by `name_of`: where there are several, with the tokens of each."""
+    """The text of all stages, named by `name_of`; if there are several, with the tokens of each."""
     seen = stages(record)
     if len(seen) == 1:
         return name_of(record["data"])
@@ -126,7 +126,7 @@ def _data(name: str) -> str:
 
 
 def _last_part(name: str) -> str:
-    """Likewise without what stands in front of it, for a narrow column: folders, modules, the kind of checksum."""
+    """Likewise without its prefix, for a narrow column: folders, modules, the kind of checksum."""
     kind, _, digest = name.partition(":")
     if kind == "sha256":
         return digest[:SHOWN_OF_A_DIGEST]

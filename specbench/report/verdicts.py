@@ -1,4 +1,4 @@
-"""What is wrong with a run: by these verdicts it is trusted, recommended and ends with an exit code, or not."""
+"""Faults of a run: they decide whether it is trusted and recommended, and its exit code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ UNLIKELY = 1e-4  # p value of as many ties as there are
 
 
 def faults(summary: dict, with_baseline: bool = True, with_speed: bool = True) -> list[str]:
-    """What is wrong with a run, a line each; of its baseline, and of what its speed rests on, unless told elsewhere."""
+    """The faults of a run, a line each; `with_baseline` and `with_speed` include those of baseline and speed."""
     lines = engine_faults(summary) + ([line] if with_speed and (line := no_speed(summary)) else [])
     counts, baseline = summary["equivalence"], summary["baseline"]
     if counts["violation"]:
@@ -54,13 +54,13 @@ def improbable(summary: dict) -> list[str]:
 
 
 def too_many_ties(summary: dict) -> bool:
-    """Whether more answers are ties than rounding makes: a rule that is lossy by less than the noise."""
+    """Whether more answers are ties than rounding explains: a rule may be lossy by less than the noise."""
     ties = summary.get("ties")
     return ties is not None and ties["p_value"] < UNLIKELY
 
 
 def ties_line(summary: dict) -> str:
-    """How many ties there are beside what rounding makes; nothing where that was not worked out, or none of either."""
+    """The number of ties, and how many rounding explains; empty if that was not computed, or if there are none."""
     ties = summary.get("ties")
     if ties is None or max(ties["count"], ties["expected"]) < 0.5:
         return ""
@@ -68,7 +68,7 @@ def ties_line(summary: dict) -> str:
 
 
 def engine_faults(summary: dict) -> list[str]:
-    """What is wrong with the answers of another engine; nothing of this project's own."""
+    """The faults of another engine's answers; [] for this project's own."""
     engine = summary["engine"]
     if engine is None:
         return []
@@ -87,7 +87,7 @@ def engine_faults(summary: dict) -> list[str]:
 
 
 def no_speed(summary: dict) -> str:
-    """A line where another engine may differ from itself by as much as a method gains or loses; else nothing."""
+    """A line if another engine may differ from itself by as much as a method gains or loses; else empty."""
     if (engine := summary["engine"]) is None:
         return ""
     if not could_explain(engine["again"]["low"], engine["again"]["high"], summary["overall"]):
@@ -96,7 +96,7 @@ def no_speed(summary: dict) -> str:
 
 
 def could_explain(low: float | None, high: float | None, overall: dict) -> bool:
-    """Whether what a baseline may have against itself makes what a method gains, or loses, no longer shown.
+    """Whether the baseline's difference from itself could explain what a method gains or loses.
 
     Args:
         low: lower end of the baseline's interval against itself; None without one.
@@ -117,7 +117,7 @@ def itself_text(engine: dict) -> Text:
 
 
 def baseline_fault(baseline: dict) -> str:
-    """A line on a baseline of which answers are violations."""
+    """A line on a baseline with violations."""
     differing = baseline["equivalence"]["violation"]
     single = "" if baseline["single_tokens_per_second"] is None else ", our loop at batch size 1"
     return f"VIOLATION: our loop{single} and transformers generate differ in {differing} answers"

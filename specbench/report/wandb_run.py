@@ -48,7 +48,7 @@ FORMATS: dict[str, tuple[Callable, Callable]] = {
 def log_run(run_dir: Path, tracker: Mapping) -> str:
     """Logs a complete run folder: config, summary, tables, histograms, and the folder as artifact.
 
-    Logged again, it is the same run. Errors of the client are raised as they are.
+    Logging it again updates the same run. Errors of the client are not caught.
 
     Args:
         run_dir: the run folder.
@@ -67,14 +67,14 @@ def log_run(run_dir: Path, tracker: Mapping) -> str:
         group=tracker["group"],
         job_type=summary["method"],
         id=run_id(run_dir),
-        resume="allow" if online else None,  # offline nobody knows whether there is such a run
+        resume="allow" if online else None,  # offline it is unknown whether the run exists
         name=run_dir.name,
         config=without_secrets(store.read_config(run_dir)),
         dir=str(run_dir),
         settings=wandb.Settings(
             init_timeout=REACH_SECONDS,
             console="off",
-            # What machine it is stands in provenance.json. It need not be the one that logs.
+            # provenance.json describes the machine, which need not be the one that logs.
             x_disable_stats=True,
             x_disable_meta=True,
             x_save_requirements=False,
@@ -92,7 +92,7 @@ def log_run(run_dir: Path, tracker: Mapping) -> str:
 
 
 def run_id(run_dir: Path) -> str:
-    """16 hex digits that name a run: of the folder's name and its records, as a name alone may come twice."""
+    """16 hex digits that identify a run, from the folder's name and its records: a name may occur twice."""
     return hashlib.sha256(run_dir.name.encode() + (run_dir / store.RECORDS).read_bytes()).hexdigest()[:16]
 
 
@@ -129,7 +129,7 @@ def contents(run: Run) -> dict[str, object]:
 
 
 def picture(figure: Figure) -> wandb.Image:
-    """A plot as it is; the service's own way with a figure is to draw it anew."""
+    """A plot as it is; from a figure the service would draw its own."""
     out = io.BytesIO()
     figure.savefig(out, format="png", dpi=100)
     return wandb.Image(PIL.Image.open(out))
@@ -174,7 +174,7 @@ def artifact(run_dir: Path, upload_diff: bool = False) -> wandb.Artifact:
 
     Args:
         run_dir: the run folder. A file in which nothing changes is not copied.
-        upload_diff: keep the difference of the code from its commit, of which else the checksum alone stays.
+        upload_diff: keep the difference of the code from its commit; else only its checksum is kept.
     """
     upload = wandb.Artifact(re.sub(r"[^A-Za-z0-9._-]+", "-", run_dir.name), type=ARTIFACT)
     for file in sorted(run_dir.iterdir()):

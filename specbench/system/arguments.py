@@ -9,8 +9,8 @@ from specbench.system.errors import UserError
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that says in one line what is wrong with options; argparse itself prints its usage and leaves."""
+    """A parser that reports wrong options in one line; argparse itself prints its usage and exits."""
 
     def error(self, message: str) -> NoReturn:
-        """Raises what is wrong as a UserError, with the usage."""
+        """Raises a UserError with the message and the usage."""
         raise UserError(f"{message}; {' '.join(self.format_usage().split())}")

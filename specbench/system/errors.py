@@ -34,17 +34,17 @@ class BusyError(UserError):
 
 
 class JobError(UserError):
-    """What ends a whole job, where another error would only cost the question that met it."""
+    """An error that ends a whole job; others only fail the question in which they occur."""
 
 
 def one_line(error: BaseException) -> str:
-    """What went wrong, in one line."""
+    """Describes an error in one line."""
     message = str(error).strip()
     return f"{type(error).__name__}: {message.splitlines()[0] if message else 'no message'}"
 
 
 def warn(text: str) -> None:
-    """Prints one line about what works, but perhaps not as its user thinks."""
+    """Prints a warning of one line about something that works, but perhaps not as intended."""
     print(f"warning: {text}", file=sys.stderr)
 
 
@@ -60,7 +60,7 @@ def print_stopped(place: str = "") -> int:
 
 
 def suggest(name: str, choices: Iterable[str]) -> str:
-    """What would be right instead of an unknown `name`: "did you mean kangaroo? (known: ar, kangaroo)".
+    """Suggests choices instead of an unknown `name`: "did you mean kangaroo? (known: ar, kangaroo)".
 
     Meant as the second half of a message: f"unknown method {name!r}: {suggest(name, methods)}".
     """
@@ -82,7 +82,7 @@ def require_at_least(least: int, **named: int) -> None:
 
 
 def import_optional(package: str, extra: str) -> ModuleType:
-    """A package that not every installation has; raises UserError where it lacks."""
+    """Imports a package that not every installation has; raises UserError if it is missing."""
     try:
         return importlib.import_module(package)
     except ImportError as error:
@@ -96,7 +96,7 @@ def file_errors(writing: Path | None = None) -> Iterator[None]:
     """Turns an OSError (no such file, no permission, a full disk) into a UserError with the file's name.
 
     Args:
-        writing: the file that is written inside, which the message then names; None: the one that the system names.
+        writing: the file that is written in the context, for the message; None: the one that the system reports.
     """
     try:
         yield
@@ -112,10 +112,10 @@ def file_errors(writing: Path | None = None) -> Iterator[None]:
 def one_line_errors(stops: bool = True) -> Iterator[None]:
     """Around an entry point, as decorator or context: a UserError becomes one line on stderr and exit code 2.
 
-    So does a memory that is full. Every other exception keeps its traceback: it is a fault of this program.
+    So does running out of memory. Every other exception keeps its traceback: it is a fault of this program.
 
     Args:
-        stops: whether Ctrl-C becomes a line and exit code 130, too; False within what tells where a command goes on.
+        stops: whether Ctrl-C also becomes a line and exit code 130; False within code that reports where it resumes.
     """
     try:
         yield
@@ -137,7 +137,7 @@ def one_line_errors(stops: bool = True) -> Iterator[None]:
 
 
 def out_of_memory(error: BaseException) -> str | None:
-    """What says that a memory is full, of a GPU or of the machine; None for any other error."""
+    """The message of an error about full memory, of a GPU or of the machine; None for any other error."""
     torch = sys.modules.get("torch")  # not imported for this: it takes seconds
     if torch is not None and isinstance(error, torch.OutOfMemoryError):
         return str(error).partition(". GPU")[0]
@@ -149,10 +149,10 @@ def out_of_memory(error: BaseException) -> str | None:
 
 @contextmanager
 def stoppable(saved: Callable[[], str | None]) -> Iterator[None]:
-    """Within it SIGTERM stops a command as Ctrl-C does, and either tells what the same command will do.
+    """Within the context, SIGTERM stops a command as Ctrl-C does; both report where the same command resumes.
 
     Args:
-        saved: what of the work is kept, such as "step 200", from where the same command goes on; None: nothing.
+        saved: returns the place from which the same command resumes, such as "step 200"; None: nothing was saved.
 
     Raises:
         KeyboardInterrupt: the command was stopped; the text is for its user.

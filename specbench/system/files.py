@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Writes a file under another name, on to the disk, then renames it, so that no reader gets a part of it.
+    """Writes and syncs a file under another name, then renames it, so that no reader gets a part of it.
 
     Raises UserError when the disk is full or cannot be written; the file is then unchanged.
     """
@@ -37,7 +37,7 @@ def write_atomic(path: Path, content: str | bytes) -> None:
 
 
 def whole_lines(path: Path) -> int:
-    """The number of lines of a file, which loses what was left of one that was cut short; 0 where there is none."""
+    """Number of complete lines of a file; an incomplete last one is truncated. 0 if there is no file."""
     if not path.exists():
         return 0
     content = path.read_bytes()
@@ -56,7 +56,7 @@ def file_sha256(path: Path) -> str:
 
 @file_errors()
 def make_folder(folder: Path) -> Path:
-    """Makes a folder where there is none yet, and those above it; raises UserError where none can be."""
+    """Makes a folder and those above it, unless they exist; raises UserError if that fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
@@ -66,9 +66,9 @@ def make_folder(folder: Path) -> Path:
 
 @file_errors()
 def new_folder(root: Path, label: str) -> Path:
-    """Makes `root/<date>_<time>_<label>`, which was not there before; such names sort by time.
+    """Makes a new folder `root/<date>_<time>_<label>`; such names sort by time.
 
-    Raises UserError where it cannot be made.
+    Raises UserError if it cannot be made.
     """
     make_folder(root)
     while True:
@@ -87,7 +87,7 @@ def lock_folder(folder: Path, doing: str, wait: bool = False) -> Iterator[None]:
     Args:
         folder: that holds the lock.
         doing: what a holder does with it, such as "measured".
-        wait: for another process that holds it, and say so.
+        wait: whether to wait for another process that holds it, with a message.
 
     Raises:
         UserError: another process holds it and is not waited for, or it cannot be written.
@@ -141,7 +141,7 @@ def read_json(path: Path) -> dict:
 
 
 def read_record(path: Path) -> dict:
-    """The content of a JSON file that says what lies beside it. Raises UserError for one that is damaged."""
+    """The content of a JSON file that describes what is beside it. Raises UserError if it is damaged."""
     try:
         record = read_json(path)
     except (OSError, ValueError) as error:
@@ -152,12 +152,12 @@ def read_record(path: Path) -> dict:
 
 
 def refuse_foreign(file: Path, record: Path, tells: str) -> None:
-    """Raises UserError for a file that holds something, where the record beside it is missing that says what it is.
+    """Raises UserError for a file that is not empty if the record beside it, which describes it, is missing.
 
     Args:
         file: that is written piece by piece.
         record: the file beside it.
-        tells: what the record tells, for the error.
+        tells: what the record states, for the error.
     """
     if file.exists() and file.stat().st_size:
         raise UserError(
@@ -166,7 +166,7 @@ def refuse_foreign(file: Path, record: Path, tells: str) -> None:
 
 
 def check_settings(file: Path, wanted: Mapping[str, Any], what: str) -> None:
-    """Raises UserError where a file of settings, if there is one, is damaged or says that other ones were begun with.
+    """Raises UserError if a file of settings exists and is damaged or holds other settings.
 
     Args:
         file: the settings that it was begun with.
@@ -177,7 +177,7 @@ def check_settings(file: Path, wanted: Mapping[str, Any], what: str) -> None:
 
 
 def check_same(begun: Mapping[str, Any], wanted: Mapping[str, Any], what: str) -> None:
-    """Raises UserError where something was begun with other settings; older records lack what is new.
+    """Raises UserError if something was begun with other settings; older records lack new ones.
 
     Args:
         begun: settings that it was begun with.

@@ -10,13 +10,13 @@ from specbench.system.errors import UserError
 
 
 def packaged(path: str | Path) -> Path:
-    """A path from a configuration: `specbench/...` lies inside this repository, any other stands as it is."""
+    """A path from a configuration: `specbench/...` is inside this repository, any other is unchanged."""
     path = Path(path).expanduser()
     return ROOT / path if path.parts[:1] == ("specbench",) else path
 
 
 def existing_file(path: str | Path) -> Path:
-    """The file that a configuration names. Raises UserError where there is none."""
+    """The file that a configuration names. Raises UserError if it does not exist."""
     file = packaged(path)
     if not file.is_file():
         raise UserError(f"there is no file '{path}'")

@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 PROC, SYSTEM = Path("/proc"), Path("/sys")
-# Of a control group, new kind and old: files of its limit and of what it uses; what of that is a cache of files.
+# Files of a control group (v2, v1): its limit and its usage; key of the file cache within that usage.
 MEMORY = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
 QUOTA = (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"))  # likewise, of its CPU time
-_LIBC = ctypes.CDLL(None)  # at once: between fork and exec is no time to load anything
+_LIBC = ctypes.CDLL(None)  # loaded now: nothing may be loaded between fork and exec
 
 
 def own_cores() -> set[int]:
@@ -32,7 +32,7 @@ def own_cores() -> set[int]:
 
 
 def cgroup_folder(controller: str, proc: Path = PROC, system: Path = SYSTEM) -> Path | None:
-    """The folder of this process's control group (cgroups(7)), the old or the new kind; None where there is none."""
+    """The folder of this process's control group (cgroups(7)), v1 or v2; None if there is none."""
     mounted, listed = system / "fs" / "cgroup", proc / "self" / "cgroup"
     if not listed.exists():
         return None
@@ -69,7 +69,7 @@ def cpu_quota(proc: Path = PROC, system: Path = SYSTEM) -> float | None:
 def free_memory(proc: Path = PROC, system: Path = SYSTEM) -> int | None:
     """Bytes that this process may still take: of the machine, or of its control group if that has less.
 
-    None where the system tells neither.
+    None if the system reports neither.
     """
     file = proc / "meminfo"
     match = re.search(r"MemAvailable:\s+(\d+) kB", file.read_text()) if file.exists() else None
@@ -95,7 +95,7 @@ def end_with_parent() -> None:
 
 @contextmanager
 def heeding_sigterm() -> Iterator[None]:
-    """SIGTERM leaves this process as an exception does, so that what it has started can be ended; exit code 143."""
+    """Within the context, SIGTERM raises SystemExit(143), so that started processes can be ended."""
     previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         yield

@@ -44,7 +44,7 @@ Natural = Annotated[int, Range(0)]
 Positive = Annotated[float, Range(0, above=True)]
 NotNegative = Annotated[float, Range(0)]
 Probability = Annotated[float, Range(0, 1)]
-# 0 is greedy; logits that are divided by less than the lowest one to sample at can overflow, and give no distribution.
+# 0 is greedy; logits divided by less than the lowest temperature for sampling can overflow: no distribution is left.
 Temperature = Annotated[float, Range(0, 0)] | Annotated[float, Range(1e-6)]
 Seed = Annotated[
     int, Range(0, 2**63 - 1)
@@ -60,24 +60,24 @@ NAMES: dict[Any, str] = {
     dict: "a dictionary",
 }
 
-# What a group may hold beside parameters of the method or drafter: names, and defaults of keys at the top.
+# Keys of a group that are no parameters of the method or drafter: names, and defaults of keys at the top.
 NO_PARAMETERS = ("name", "_target_", "batch_size", "repeats", "vocab")
-TRIMMING = ("vocab_map", "vocab_size")  # what summaries call the two parts of `Pair.trimmed`
-WRAPPED = "drafter"  # of a drafter around another one: that one's configuration
+TRIMMING = ("vocab_map", "vocab_size")  # names of the two parts of `Pair.trimmed` in summaries
+WRAPPED = "drafter"  # of a wrapper: the configuration of the wrapped drafter
 # decoding.verification: how drafts are verified. The last one is lossy: a control that the certificate must find.
 TOKEN, BLOCK, TYPICAL = "token", "block", "typical"
 CONSTANT, ADAPTIVE, GOODPUT = "constant", "adaptive", "goodput"  # decoding.draft_length
-# The setting of a drafter that learns, and its value where that outlives an answer.
+# The setting of a drafter that learns, and its value if the memory outlives an answer.
 MEMORY, LASTING = "memory", "run"
 
 
 def parameters(group: Mapping) -> dict:
-    """What a method or drafter is made with, of its configuration."""
+    """The constructor parameters in the configuration of a method or drafter."""
     return {key: value for key, value in group.items() if key not in NO_PARAMETERS}
 
 
 def settings(group: Mapping) -> dict:
-    """What a user sets: without the configuration of a wrapped drafter, which one of the parameters names."""
+    """The parameters that a user sets: without the configuration of a wrapped drafter."""
     return {key: value for key, value in group.items() if key not in (*NO_PARAMETERS, WRAPPED)}
 
 
@@ -147,7 +147,7 @@ def _fits(value: Any, kind: Any) -> bool:
         return isinstance(value, dict) and all(_fits(item, arguments[1]) for item in value.values())
     if kind is float:
         return type(value) in (int, float) and math.isfinite(value)
-    return type(value) is kind if kind in NAMES else True  # of another type a method judges by itself
+    return type(value) is kind if kind in NAMES else True  # other types are checked by the method
 
 
 def _describe(kind: Any) -> str:

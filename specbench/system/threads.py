@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 ROUNDS = 3
-# Share of the time with fewer threads that more threads must stay below: what they gain on a quiet machine they lose
-# several times over on a busy one.
+# Share of the time with fewer threads that more threads must stay below: their gain on a quiet machine is lost several
+# times over on a busy one.
 WORTH = 0.9
 HOPELESS = 1.5  # times the best time so far: still fewer threads are not tried
 
@@ -33,9 +33,9 @@ class Threads:
     """The number of torch's threads, and how it was chosen.
 
     Attributes:
-        threads: that torch computes with now.
+        threads: number that torch computes with now.
         chosen_by: "threads=", "OMP_NUM_THREADS", "measuring", or "torch" where nothing was measured.
-        seconds: median time of the work by number of threads, where it was measured.
+        seconds: median time of the work by number of threads, if measured.
     """
 
     threads: int
@@ -51,8 +51,8 @@ def use_threads(
 
     Args:
         requested_threads: the number set by hand; None leaves it to $OMP_NUM_THREADS, and without that to measuring.
-        work: what the process will spend its time on, some tenths of a second of it; called several times with each
-            number. None: nothing to measure by, as on a GPU.
+        work: a sample of the process's work, of some tenths of a second; called several times with each number. None:
+            nothing to measure, as on a GPU.
     """
     if requested_threads is not None:
         torch.set_num_threads(requested_threads)
@@ -74,27 +74,27 @@ def use_threads(
 
 
 def usable_cores() -> int:
-    """How many cores this process may compute on, and no more than torch takes by itself."""
+    """Number of cores that this process may compute on, at most as many as torch uses by default."""
     return min(present_cores(), torch.get_num_threads())
 
 
 def present_cores() -> int:
-    """How many cores this process may compute on: its own, within its quota."""
+    """Number of cores that this process may compute on: its own, within its quota."""
     quota = cpu_quota()
     cores = len(own_cores())
     return cores if quota is None else min(cores, math.ceil(quota))
 
 
 def counts(most: int) -> list[int]:
-    """The numbers of threads that are tried, falling: `most` and every power of two below it."""
+    """The numbers of threads to try, in descending order: `most` and every power of two below it."""
     return [most, *(2**i for i in reversed(range(most.bit_length())) if 2**i < most)]
 
 
 def measure(work: Callable[[], object], numbers: list[int]) -> dict[int, float]:
     """Median seconds of `work` with each number of threads, in rounds over all of them, after one call as warm-up.
 
-    numbers: falling. The lowest ones are left out once they are far slower than more threads: of a large model they
-    would take minutes.
+    numbers: in descending order. The lowest ones are left out once they are far slower than more threads: with a large
+    model they would take minutes.
     """
     if len(numbers) == 1:
         return {}
@@ -115,9 +115,9 @@ def measure(work: Callable[[], object], numbers: list[int]) -> dict[int, float]:
 
 
 def fewest_worth(seconds: dict[int, float]) -> int:
-    """The number of threads to use; 1 where nothing was measured.
+    """The number of threads to use; 1 if nothing was measured.
 
-    Of the measured numbers, going up, each is chosen that takes less than `WORTH` of the time of the one chosen before.
+    In ascending order, each measured number that takes less than `WORTH` of the last choice's time is chosen.
     """
     chosen = min(seconds, default=1)
     for n in sorted(seconds):

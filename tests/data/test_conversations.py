@@ -21,6 +21,7 @@ from specbench.data.conversations import (
     end_of_answer,
     packed_rows,
     parse,
+    read,
     shuffled,
     tokenizer_of,
 )
@@ -147,6 +148,16 @@ def test_bytes_that_are_no_text_are_named(tmp_path):
     (tmp_path / "bad.jsonl").write_bytes(b'{"messages": []}\n' + bad)
     with pytest.raises(UserError, match=r"bad\.jsonl.*line 2: not a conversation .*Unicode"):
         next(some(str(tmp_path / "bad.jsonl")))
+
+
+def test_half_of_a_surrogate_pair_is_named(tmp_path):
+    """A whole one is text."""
+    text = '{"messages": [{"role": "user", "content": "%s"}]}'
+    (tmp_path / "bad.jsonl").write_text("\n".join(text % half for half in (r"\ud83d\ude00", r"\ud83d")))
+    rows = read(str(tmp_path / "bad.jsonl"))
+    assert next(rows) == [{"role": "user", "content": "\U0001f600"}]
+    with pytest.raises(UserError, match=r"bad\.jsonl, line 2: not a conversation .*surrogates"):
+        next(rows)
 
 
 def test_what_is_not_there_is_named(tmp_path):

@@ -1,8 +1,8 @@
 """Decoder layers whose short passes are one compiled function: norms, rotations, activations and sums fused.
 
 On a CPU a pass of one token starts some thousand small operations, which take a third of its time. A family's own layer
-is traced once, products and attention being calls that stay what they are, and torch's compiler fuses the rest. All
-layers of a kind share the function, and it serves every number of tokens. What is compiled lies in the user's cache.
+is traced once: products and attention remain opaque calls, and torch's compiler fuses the rest. All layers of a kind
+share the function, for every number of tokens. Compiled code is kept in the user's cache.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ NAMESPACE = "specbench_layer"
 NAME = "specbench_compiled"  # of the attention function that tracing meets
 ELF = b"\x7fELF"  # a library begins with it, and linkers write that last
 LINKING = 2.0  # seconds that a linker takes at most
-SIZES = (3, 5)  # of a batch and of a pass, that stand for all sizes in a trace
-# Between the states of a compiled layer and of the layer, as a share of the greatest state.
+SIZES = (3, 5)  # sizes of batch and pass that represent all sizes in a trace
+# Largest difference between the states of a compiled layer and of the layer, relative to the largest state.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
-# Nothing here is large enough for several threads, and what calls the kernels is compiled, too.
+# No operation here is large enough for several threads; the code that calls the kernels is compiled, too.
 OPTIONS = {"cpp.threads": 1, "cpp_wrapper": True, "size_asserts": False, "alignment_asserts": False}
 
-TRACING = threading.Lock()  # of a process, only one trace may be under way: what attends in it is registered
-CALL = threading.local()  # what the layer works on that is being called
-# By everything that a trace depends on; or why there is none.
+TRACING = threading.Lock()  # one trace at a time in a process: its attention function is registered globally
+CALL = threading.local()  # the inputs of the layer call in progress
+# By everything that a trace depends on; a text states why there is none.
 _FUNCTIONS: dict[tuple, Traced | str] = {}
 _UNCOMPILED: dict[str, str] = {}  # kinds of layers that should be compiled and are not, and why
 
@@ -56,9 +56,9 @@ class Traced(NamedTuple):
     """A compiled layer.
 
     Attributes:
-        function: of one list: the states, the angles, and the tensors of a layer. It returns the states in another one.
+        function: accepts a list of the states, the angles and the tensors of a layer; returns a list with the states.
         attention: name of the module within the layer that attends.
-        options: what its attention function is called with.
+        options: arguments of its attention function.
     """
 
     function: Callable[..., Any]
@@ -70,11 +70,11 @@ class Attention(NamedTuple):
     """How a layer attends.
 
     Attributes:
-        module: within the layer.
+        module: the attention module of the layer.
         layer: its number in the cache.
         function: of transformers' interface.
-        options: what it is called with.
-        scale: of the scores, where the kernel of our own does the same in passes that have a mask, or one token.
+        options: its arguments.
+        scale: of the scores, if our own kernel replaces the function in passes with a mask or of one token.
     """
 
     module: Any
@@ -94,21 +94,21 @@ def uncompiled() -> dict[str, str]:
 
 
 def release() -> None:
-    """Lets go of what the last pass of this thread worked on, such as its KV cache."""
+    """Releases the inputs of this thread's last pass, such as its KV cache."""
     if getattr(CALL, "cache", None) is not None:
         CALL.cache = CALL.mask = None
         torch.ops.specbench.set_layer.default([], [], None, None, 1.0)
 
 
 class CompiledLayer(torch.nn.Module):
-    """A layer that is called as the layer is; short passes go to compiled functions.
+    """A layer that is called like the original one; short passes run compiled functions.
 
-    The first pass of each shape is run both ways. A layer that cannot be compiled, or that gives something else when it
-    is, runs as it is, and a line says why.
+    The first pass of each shape is run both ways. A layer that cannot be compiled, or whose compiled states differ,
+    runs uncompiled, and a warning gives the reason.
 
     Args:
         layer: as `lean_copy` makes it.
-        cache_name: what it calls the cache.
+        cache_name: its name of the cache argument.
     """
 
     def __init__(self, layer: torch.nn.Module, cache_name: str):
@@ -150,17 +150,17 @@ class CompiledLayer(torch.nn.Module):
         b, n, _ = states[0].shape
         panels, entries, index = self._of_kernels(attention, b, n)
         torch.ops.specbench.set_layer.default(panels, entries, index, CALL.mask, attention.scale or 1.0)
-        # Compiled code does not look at strides: of wider states, or buffers, it would read other rows.
+        # Compiled code ignores strides: in views of wider states, or of buffers, it would read other rows.
         inputs = [part.contiguous() for part in (*states, *arguments.get("position_embeddings", ()))]
         return function([*inputs, *self._tensors])[0]
 
     def _of_kernels(
         self, attention: Attention, b: int, n: int
     ) -> tuple[list[torch.Tensor | None], Tensors, torch.Tensor | None]:
-        """What kernels of our own do of the call that is under way, over states of b sequences with n tokens.
+        """Inputs of our own kernels in the call in progress, over states of b sequences with n tokens.
 
         Returns:
-            The panels of each product; what `KVCache.entries` gives. Python does what is None or empty.
+            The panels of each product; the result of `KVCache.entries`. Python computes what is None or empty.
         """
         panels = [weight.panels(b * n) for weight in self.products]
         if attention.scale is None or (CALL.mask is None and n > 1):
@@ -168,7 +168,7 @@ class CompiledLayer(torch.nn.Module):
         return panels, *CALL.cache.entries(attention.layer)
 
     def _first(self, key: Key, states: Tensors, arguments: dict[str, Any]) -> torch.Tensor:
-        """A pass run both ways, if the layer can be compiled."""
+        """Runs the first pass both ways, if the layer can be compiled."""
         expected = self.layer(*states, **arguments)
         self._compiled[key] = None
         try:
@@ -189,7 +189,7 @@ class CompiledLayer(torch.nn.Module):
         return output
 
     def _uncompiled(self, why: str, states: Tensors, arguments: dict[str, Any]) -> torch.Tensor:
-        """The pass as it is; once more, since the cache has the compiled layer's keys and values."""
+        """Runs the pass uncompiled: again, since the cache has the compiled layer's keys and values."""
         self._warn(why)
         return self.layer(*states, **arguments)
 
@@ -200,7 +200,7 @@ class CompiledLayer(torch.nn.Module):
         _UNCOMPILED[kind] = why
 
     def _attention(self, traced: Traced, like: torch.Tensor) -> Attention:
-        """How this layer attends where a layer like it was traced."""
+        """How this layer attends, from the trace of a layer like it."""
         module: Any = self.layer.get_submodule(traced.attention)
         name, options = module.config._attn_implementation, traced.options
         plain = is_plain(options) and not options.get("dropout")
@@ -209,7 +209,7 @@ class CompiledLayer(torch.nn.Module):
         return Attention(module, module.layer_idx, _attention_functions()[name], options, scale)
 
     def _shared(self, key: Key, states: Tensors, arguments: dict[str, Any]) -> Traced | str:
-        """The function of this layer, shared with all that a trace cannot tell from it; or why there is none."""
+        """The function of this layer, shared with all layers of equal signature; or why there is none."""
         if any(part._forward_hooks or part._forward_pre_hooks for part in self.layer.modules()):
             raise TraceError("it has hooks")
         angles = arguments.get("position_embeddings", ())
@@ -220,7 +220,7 @@ class CompiledLayer(torch.nn.Module):
                 try:
                     _FUNCTIONS[signature] = self._trace(states, angles, arguments)
                 except Exception as error:  # noqa: BLE001 - as in `_first`
-                    _FUNCTIONS[signature] = _reason(error)  # in words: its frames hold the cache
+                    _FUNCTIONS[signature] = _reason(error)  # as text: the error's frames hold the cache
             return _FUNCTIONS[signature]
 
     def _trace(self, states: Tensors, angles: Tensors, arguments: dict[str, Any]) -> Traced:
@@ -243,7 +243,7 @@ class CompiledLayer(torch.nn.Module):
             with self._with_tensors(inputs[last:]):
                 return self.layer(*inputs[:first], **(rest | rotary))
 
-        # One function for every size, one included: a token then has the same bits, alone or among others.
+        # One function for every size, including 1: a token then has the same bits, alone or among others.
         shapes = ShapeEnv(specialize_zero_one=False)
         mode = FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True)
         b, n = SIZES
@@ -264,7 +264,7 @@ class CompiledLayer(torch.nn.Module):
                 graph = make_fx(function, tracing_mode="real")(*fakes)
             if len(met) != 1 or any(isinstance(value, torch.Tensor) for value in met[0][1].values()):
                 raise TraceError("its attention is no call of an attention function")
-            if [*graph.parameters(), *graph.buffers()]:  # they would be inputs, and those of one layer
+            if [*graph.parameters(), *graph.buffers()]:  # they would be inputs, but belong to one layer
                 raise TraceError("it reads a tensor that is none of its parameters and buffers")
             module, options = met[0]
             name = next(name for name, part in self.layer.named_modules() if part is module)
@@ -273,7 +273,7 @@ class CompiledLayer(torch.nn.Module):
 
     @contextmanager
     def _with_tensors(self, tensors: Tensors) -> Iterator[None]:
-        """The layer has these tensors inside, in place of its own, and so have its joint products."""
+        """Within the context, the layer and its fused products have these tensors in place of their own."""
         owners = [self.layer.get_submodule(name.rpartition(".")[0]) for name in self._names]
         leaves = [name.rpartition(".")[2] for name in self._names]
         before = [owner.__dict__.get(leaf) for owner, leaf in zip(owners, leaves)]
@@ -297,9 +297,9 @@ class CompiledLayer(torch.nn.Module):
 
     @contextmanager
     def _traceable(self, attention: Callable[..., Any]) -> Iterator[None]:
-        """Products and attention are calls inside, whatever they do.
+        """Within the context, products and attention are opaque calls.
 
-        Of this layer alone: another thread may be in a pass of another model.
+        This affects only this layer: another thread may be running a pass of another model.
         """
         from transformers import AttentionInterface
 
@@ -329,7 +329,7 @@ class CompiledLayer(torch.nn.Module):
 
 
 def compiled_copy(module: M, *layers: str) -> M:
-    """As `lean_copy`, of what drafts with a few layers: short passes go to our kernels, and to compiled layers.
+    """As `lean_copy`, for a module that drafts with a few layers: short passes use our kernels and compiled layers.
 
     Args:
         module: on one device, with a config.
@@ -348,25 +348,25 @@ def compiled_copy(module: M, *layers: str) -> M:
 
 
 class _NoCache:
-    """In place of a cache in a trace: the attention function is called with the new keys and values alone."""
+    """Replaces the cache in a trace: the attention function gets only the new keys and values."""
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, *_: object, **__: object) -> Any:
         return keys, values
 
 
 def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """What the layer's own attention gives in the call that is under way, [b, n, heads, d]."""
+    """Output [b, n, heads, d] of the layer's own attention in the call in progress."""
     attention = CALL.attention
     keys, values = CALL.cache.update(key, value, attention.layer)
     return attention.function(attention.module, query, keys, values, CALL.mask, **attention.options)[0]
 
 
 def _product(states: torch.Tensor, bias: torch.Tensor | None, number: int, _: int) -> torch.Tensor:
-    """A product of the layer; how many outputs it has, only a trace needs to know."""
+    """A product of the layer; only a trace needs the number of outputs."""
     return CALL.products[number].times(states, bias)
 
 
-# What kernels/layer.cpp calls where no kernel of ours does what is asked for.
+# Operators that kernels/layer.cpp calls if none of our kernels applies.
 _LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 _LIBRARY.define("attend(Tensor query, Tensor key, Tensor value) -> Tensor")
 _LIBRARY.define("product(Tensor states, Tensor? bias, int number, int rows) -> Tensor")
@@ -375,13 +375,13 @@ _LIBRARY.impl("product", _product, "CPU")
 
 
 def _reason(error: Exception) -> str:
-    """What went wrong, in one line: where a C++ compiler failed, the first error that it names."""
+    """Describes an error in one line: if a C++ compiler failed, by the first error that it reports."""
     named = (line.strip() for line in str(error).splitlines() if "error:" in line)
     return next(named, one_line(error))
 
 
 def _tensors(layer: torch.nn.Module) -> tuple[list[str], list[torch.Tensor]]:
-    """All other tensors of a layer, with their names: the function's inputs, so that layers can share it."""
+    """Names and tensors of a layer, without packed weights: the function's inputs, so that layers can share it."""
     matrices = {id(part.weight) for part in layer.modules() if isinstance(part, FusedSlice | PackedLinear)}
     tensors = dict([*layer.named_parameters(), *layer.named_buffers()])
     tensors = {name: tensor for name, tensor in tensors.items() if id(tensor) not in matrices}
@@ -389,7 +389,7 @@ def _tensors(layer: torch.nn.Module) -> tuple[list[str], list[torch.Tensor]]:
 
 
 def _signature(layer: torch.nn.Module) -> tuple:
-    """What the operations of a layer can depend on, beside the shapes of the states: its numbers, words and shapes."""
+    """What a layer's operations depend on beside the states' shapes: types, configs, attributes, weight shapes."""
     plain = (int, float, bool, str, type(None))
     parts = []
     for name, part in layer.named_modules():
@@ -411,13 +411,13 @@ def _attention_functions() -> Any:
 
 
 def _folder() -> Path:
-    """Where compiled layers lie. The keys of torch's compiler do not name the processor; a home may serve several."""
+    """The folder of compiled layers. Keys of torch's compiler do not name the processor; a home may serve several."""
     able = f"{processor()} {torch.backends.cpu.get_cpu_capability()}"
     return cache_folder() / COMPILED / hashlib.sha256(able.encode()).hexdigest()[:16]
 
 
 def _remove_torn(folder: Path) -> None:
-    """Removes the libraries that a linker which was killed has left: torch's compiler would load them."""
+    """Removes incomplete libraries of a killed linker, which torch's compiler would load."""
     for path in folder.rglob("*.so"):
         with suppress(FileNotFoundError):  # another process has removed it
             is_new = time.time() - path.stat().st_mtime < LINKING
@@ -428,12 +428,12 @@ def _remove_torn(folder: Path) -> None:
 
 
 def _compile(graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], label: str) -> Callable[..., Any]:
-    """A graph compiled by torch's compiler, which keeps what it made in the user's cache.
+    """Compiles a graph with torch's compiler, which keeps the result in the user's cache.
 
     Args:
         graph: of inputs whose sizes may be symbols.
         inputs: of the graph, without data.
-        label: what it is of, for a line that is printed where it was not compiled before.
+        label: name of the layer, for the line that is printed if it was not compiled before.
 
     Returns:
         A function of the list of inputs, which it empties, that returns the list of outputs.
@@ -451,7 +451,7 @@ def _compile(graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], label:
         return programs[-1]
 
     config.compile_threads = 1
-    # It takes the name of a program, and of several the first that there is.
+    # It accepts the name of a program, or several names, of which it uses the first that exists.
     cxx = tuple(compiler()) if len(compiler()) == 1 else COMPILERS
     shapes = [(str(part.dtype), *map(str, part.shape)) for part in inputs]
     digest = hashlib.sha256(str((torch.__version__, cxx, graph.code, shapes)).encode()).hexdigest()[:16]
@@ -460,9 +460,9 @@ def _compile(graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], label:
         _remove_torn(folder)
         print(f"compiling {label} for this processor, once: up to a minute", file=sys.stderr, flush=True)
     options = {"config_patches": OPTIONS | {"cpp.cxx": cxx}, "inner_compile": compiled}
-    with of_autograd.patch(enable_autograd_cache=False):  # what it has is wrapped already
+    with of_autograd.patch(enable_autograd_cache=False):  # it holds wrapped programs
         standalone_compile(graph, [*inputs], dynamic_shapes="from_graph", options=options)
     done.touch()
-    # What is wrapped around it serves gradients and changed inputs, and takes 4 to 7 % of a pass of SmolLM2-135M.
+    # The wrapper handles gradients and mutated inputs, and takes 4 to 7 % of a pass of SmolLM2-135M.
     (program,) = programs
     return program.current_callable

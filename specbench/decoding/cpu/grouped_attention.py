@@ -1,9 +1,9 @@
 """Attention of grouped query heads on a CPU, without copies of keys and values for every query head.
 
-Where several query heads share the keys and values of one head, transformers copies these for each of them whenever
-there is a mask. In a short pass that costs more than the attention itself. Here the query heads of a group are further
-tokens of one head instead: the same products, over keys and values as they lie in the cache. Where there are kernels of
-our own, short passes go to theirs, see kernels/attention.cpp.
+If several query heads share the keys and values of one head, transformers copies these for each of them whenever there
+is a mask. In a short pass that costs more than the attention itself. Here the query heads of a group become further
+tokens of one head: the same products, without moving keys and values out of the cache. If our own kernels are
+available, short passes use them, see kernels/attention.cpp.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SHORT = 64  # tokens of a pass on torch's kernels: with more, the copies cost li
 
 
 def grouped_attention_config(config: PretrainedConfig) -> PretrainedConfig:
-    """A copy of a config with which layers attend as this module does; the config itself stays as it is."""
+    """A copy of a config that makes layers use this module's attention; the config itself is unchanged."""
     from transformers import AttentionInterface  # late: it takes seconds
 
     AttentionInterface.register(NAME, partial(attend, AttentionInterface()["sdpa"]))
@@ -50,11 +50,11 @@ def attention_of(
         config: of the model.
         groups: query heads that share keys.
         captured: whether passes are captured.
-        like: has the dtype and the device of the states.
+        like: a tensor with the dtype and the device of the states.
 
     Returns:
-        Query heads that get one mask, 1 where each gets its own; and the config with which layers attend as this module
-        does, None where they attend as they are.
+        Number of query heads that share a mask, 1 if each has its own; and the config that makes layers use this
+        module's attention, None if they keep their own.
     """
     if config._attn_implementation != "sdpa":
         return 1, None
@@ -71,7 +71,7 @@ def is_plain(options: Mapping[str, Any]) -> bool:
 
 @contextmanager
 def attending(config: PretrainedConfig, name: str) -> Iterator[None]:
-    """The layers that read this config use the attention function of that name inside, and their own afterwards."""
+    """Within the context, the layers that read this config use the attention function of that name."""
     before, config._attn_implementation = config._attn_implementation, name
     try:
         yield
@@ -80,10 +80,10 @@ def attending(config: PretrainedConfig, name: str) -> Iterator[None]:
 
 
 def fold_mask(mask: torch.Tensor | None, groups: int) -> torch.Tensor | None:
-    """The mask [b, 1, n, kv_len] of a short pass for `groups` query heads that are tokens of one head, once a pass.
+    """The mask [b, 1, n, kv_len] of a short pass for `groups` query heads as tokens of one head, once a pass.
 
     Returns:
-        [b, 1, groups * n, kv_len]; of a longer pass the mask as it is.
+        [b, 1, groups * n, kv_len]; for a longer pass the unchanged mask.
     """
     return mask if mask is None or mask.shape[-2] > SHORT else mask.repeat(1, 1, groups, 1)
 
@@ -107,7 +107,7 @@ def attend(
         query: [b, heads, n, d].
         key: [b, kv_heads, kv_len, d].
         value: likewise.
-        attention_mask: as `fold_mask` gives it, or as it was; None: a prefill, or a single token that sees everything.
+        attention_mask: folded by `fold_mask`, or not; None: a prefill, or a single token that sees everything.
         scaling: of the scores.
         dropout: share of the weights of attention that is left out, in training.
         **options: for `stock`. A window is in the mask.
@@ -127,6 +127,6 @@ def attend(
         return stock(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options)
     grouped = query.reshape(b, kv_heads, tokens, -1)
     attended = scaled_dot_product_attention(grouped, key, value, attention_mask, dropout, scale=scaling)
-    # Kernels of GPUs give other strides than those of CPUs: a dimension can be split, but two cannot be joined.
+    # Kernels of GPUs return other strides than those of CPUs: a dimension can be split, but two cannot be joined.
     split = attended.unflatten(2, (tokens // n, n))
     return split.permute(0, 3, 1, 2, 4).reshape(b, n, heads, -1).contiguous(), None

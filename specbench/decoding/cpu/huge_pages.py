@@ -9,16 +9,16 @@ from contextlib import suppress
 import torch
 
 PAGE = 2**21
-CHUNK = 2**26  # that is taken from the system at a time: weights are smaller than a page, and share them
+CHUNK = 2**26  # bytes requested from the system at a time: weights smaller than a page share pages
 ALIGNED = 64  # a line of the processor's caches
 _LOCK = threading.Lock()
-_REST = torch.empty(0, dtype=torch.uint8)  # of the chunk that was taken last
+_REST = torch.empty(0, dtype=torch.uint8)  # the rest of the last chunk
 
 
 def in_huge_pages(values: torch.Tensor) -> torch.Tensor:
-    """A contiguous copy of a tensor on the CPU, in large pages where the system has them.
+    """A contiguous copy of a tensor on the CPU, in large pages if the system has them.
 
-    A chunk is given back to the system when no copy in it is left.
+    A chunk is returned to the system when no copy in it is left.
     """
     with torch.inference_mode(False), torch.no_grad():
         memory = _taken(values.nbytes) if values.nbytes < CHUNK else _chunk(values.nbytes)
@@ -26,7 +26,7 @@ def in_huge_pages(values: torch.Tensor) -> torch.Tensor:
 
 
 def _taken(size: int) -> torch.Tensor:
-    """Bytes of a chunk that others share."""
+    """Bytes of a chunk that is shared with other copies."""
     global _REST
     with _LOCK:
         if _REST.numel() < size:
@@ -36,7 +36,7 @@ def _taken(size: int) -> torch.Tensor:
 
 
 def _chunk(size: int) -> torch.Tensor:
-    """Bytes that begin with a page."""
+    """Bytes that are aligned to a page."""
     memory = mmap.mmap(-1, size + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # of a kernel that was built without them: it has small pages

@@ -1,7 +1,7 @@
 """Layers of a model as a pass uses them: less overhead per call, and the bytes of weights that are read.
 
-On a CPU a pass of a small model is mostly Python and the starting of operations. Nothing here changes what is computed:
-the copies of a model's layers give the very bits that the layers give, and weights keep their values.
+On a CPU a pass of a small model is mostly Python and the starting of operations. Results do not change: the copies of a
+model's layers return the same bits as the layers, and weights keep their values.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ M = TypeVar("M", bound=torch.nn.Module)
 def lean_copy(module: M, config: PretrainedConfig | None = None) -> M:
     """Copies a module, sharing weights and hooks, into one with cheaper calls and attribute look-ups.
 
-    The module itself stays as it is; the copy has a train or eval mode of its own. Three things make it faster, which
-    together are a fifth of a pass through the embedded target:
+    The module itself is unchanged; the copy has its own train or eval mode. Three changes make it faster, which
+    together save a fifth of a pass through the embedded target:
 
     - `nn.Module.__getattr__` runs only after Python's own look-up has failed and built an error message. The copy has
       parameters and submodules as plain attributes.
-    - A call of a module looks for hooks of many kinds; the copy looks for forward hooks alone.
-    - `rms_norm` does in one operation what the families' own norms do in seven; it is used where the bits are the same.
+    - A call of a module looks for hooks of many kinds; the copy looks for forward hooks only.
+    - `rms_norm` does in one operation what the families' own norms do in seven; it is used if the bits are the same.
 
     Args:
         module: to copy.
-        config: what the copies of modules that keep a config have in its place; None: the same one.
+        config: replaces the config of the copies of modules that have one; None: they keep it.
     """
     twin: Any = copy.copy(module)
     parts = {
@@ -65,7 +65,7 @@ def _rms_norm(norm: Any, hidden: torch.Tensor) -> torch.Tensor:  # any family's 
 
 @torch.inference_mode()
 def _is_rms_norm(module: torch.nn.Module) -> bool:
-    """Whether `_rms_norm` gives the very bits of this module.
+    """Whether `_rms_norm` returns the same bits as this module.
 
     In fp32 on a CPU it is the same operations in the same order; half precision and CUDA's kernels round elsewhere.
     """

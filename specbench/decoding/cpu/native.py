@@ -1,7 +1,7 @@
 """Kernels of our own for a CPU: compiled when they are first needed, and kept in the user's cache.
 
 Torch's kernels read a small matrix at two thirds of the speed of memory, and bfloat16 at a fifth where the processor
-has no instructions for it; those in `kernels/` read both as fast as memory gives it, see docs/cpu.md. They need a C++
+has no instructions for it; those in `kernels/` read both at the speed of memory, see docs/cpu.md. They need a C++
 compiler. Without one everything works as before, at the speed of torch's kernels.
 """
 
@@ -24,38 +24,38 @@ from specbench.system.errors import UserError, one_line
 from specbench.system.files import lock_folder, make_folder
 from specbench.system.paths import cache_folder
 
-KERNELS = "kernels"  # the folder of the sources, and that of what is compiled in the user's cache
+KERNELS = "kernels"  # name of the folder of sources, and of the one of libraries in the user's cache
 SOURCES = Path(__file__).parent / KERNELS
 COMPILERS = ("g++", "clang++")
 FLAGS = (
     *("-std=c++20", "-O3", "-march=native", "-fPIC", "-shared", "-fopenmp", "-Wno-psabi"),
-    "-ffp-contract=off",  # what is rounded once is written out, see simd.h
+    "-ffp-contract=off",  # fused operations are explicit, see simd.h
 )
 TYPES = (torch.float32, torch.bfloat16)
-# Tokens of a pass that kernels of our own compute. With more it is bound by arithmetic, of which torch does as much (in
-# float32 from some 128 on, docs/cpu.md), and copies of keys and values cost little beside the attention.
+# Most tokens of a pass on our own kernels. Longer passes are compute-bound, where torch is as fast (in float32 from
+# some 128 tokens on, docs/cpu.md), and copies of keys and values cost little beside the attention.
 MOST_TOKENS = 128
-SECONDS = 600  # that the compiler may take
+SECONDS = 600  # time limit for the compiler
 SWITCH = "SPECBENCH_KERNELS"  # an environment variable; 0: none are compiled or loaded
 
 
 def reason() -> str | None:
-    """None where the kernels can be called, as `torch.ops.specbench`; otherwise why not, in a few words."""
+    """None if the kernels can be called as `torch.ops.specbench`; otherwise the reason in a few words."""
     return load()[1]
 
 
 def compiler() -> list[str]:
-    """What the kernels were compiled with, a command; [] without kernels."""
+    """The command that compiled the kernels; [] without kernels."""
     return load()[0]
 
 
 @cache
 def load() -> tuple[list[str], str | None]:
-    """Loads the kernels, and compiles them where that was not done yet; returns `compiler` and `reason`."""
+    """Loads the kernels, compiling them first if needed; returns `compiler` and `reason`."""
     if os.environ.get(SWITCH) == "0":
         return [], f"{SWITCH}=0"
     reasons = []
-    # First what is compiled already: a compiler that fails would do so in every process.
+    # Compiled libraries first: a compiler that fails would do so in every process.
     folder = cache_folder() / KERNELS
     libraries = []
     for command in _compilers():
@@ -79,7 +79,7 @@ def load() -> tuple[list[str], str | None]:
 
 
 def _register_shapes() -> None:
-    """Says what the kernels return where a layer is traced."""
+    """Registers the output shapes of the kernels, for tracing layers."""
     for name in ("product", "layer_product"):
         torch.library.register_fake(f"specbench::{name}", _shape_of_product)
     for name in ("attend", "layer_attend"):
@@ -108,9 +108,9 @@ def has_tiles(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def argmax(logits: torch.Tensor) -> torch.Tensor:
-    """Of logits [..., n, vocab] on a CPU the first of several largest [..., n].
+    """Logits [..., n, vocab] on a CPU -> index of the largest [..., n], the first of several.
 
-    By a kernel of our own, or NumPy's argmax, which are vectorised: over six rows of 16384 NumPy's takes a twentieth of
+    It uses our own kernel or NumPy's argmax, which are vectorised: over six rows of 16384 NumPy's takes a twentieth of
     the time of torch's.
     """
     if has_kernel(logits.device, logits.dtype):
@@ -125,13 +125,13 @@ def _available() -> bool:
 
 
 def _compilers() -> list[list[str]]:
-    """The C++ compilers that there are, with arguments: $CXX, or those of `COMPILERS`."""
+    """Commands of the available C++ compilers: $CXX, or those of `COMPILERS`."""
     commands = map(shlex.split, [os.environ["CXX"]] if os.environ.get("CXX") else COMPILERS)
     return [command for command in commands if command and shutil.which(command[0])]
 
 
 def _compiled(compiler: list[str], library: Path) -> Path:
-    """The library, compiled where it is not there yet.
+    """The library; it is compiled if it does not exist yet.
 
     Raises:
         UserError: it cannot be compiled, or the cache cannot be written.
@@ -147,7 +147,7 @@ def _compiled(compiler: list[str], library: Path) -> Path:
 
 
 def _digest(compiler: list[str]) -> str:
-    """Names all that a library depends on: the sources, the compiler, the processor and the version of torch."""
+    """Hashes all that a library depends on: the sources, the compiler, the processor and the version of torch."""
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=False).stdout
     parts = [version, torch.__version__, " ".join([*compiler[1:], *FLAGS]), processor()]
     sources = [*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")]
@@ -156,7 +156,7 @@ def _digest(compiler: list[str]) -> str:
 
 
 def processor() -> str:
-    """What the processor can do, as far as the system tells."""
+    """Model and features of the processor, as far as the system reports them."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -180,7 +180,7 @@ def _compile(compiler: list[str], library: Path) -> None:
             ] or done.stderr.splitlines()
             raise UserError(f"kernels cannot be compiled: {(errors or ['no reason was printed'])[0]}")
         with part.open("rb") as file:
-            # A library that a power cut shortens would be there, and never made again.
+            # A library truncated by a power cut would exist and never be rebuilt.
             os.fsync(file.fileno())
         os.replace(part, library)
     except subprocess.TimeoutExpired as error:

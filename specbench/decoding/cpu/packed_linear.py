@@ -1,8 +1,8 @@
 """Linear layers for decoding, whose weights lie in memory as they are read fastest.
 
-A product with a few tokens takes as long as its weight takes to be read, if the weight lies in memory in the order in
-which the kernel reads it. On a CPU a weight therefore has a copy in that order, see `forms`. Layers that read the same
-states, such as the projections to queries, keys and values, are one product: a product with one large matrix comes
+A product with a few tokens takes only as long as reading its weight, if the weight is stored in the order in which the
+kernel reads it. On a CPU a weight therefore has a copy in that order, see `forms`. Layers that read the same states,
+such as the projections to queries, keys and values, are fused into one product: a product with one large matrix comes
 nearer to the speed of memory than several with small ones. Values never change, only their order, and with it the order
 in which products are summed.
 """
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 FEW = 64  # tokens of a product: with more, a weight in bfloat16 is worth turning into float32 first
 DRAFT = 6  # tokens that oneDNN's kernel is asked for: the pending one and five drafted ones
-# Numbers of a fused weight. The outputs of a joint product are slices of one tensor, which later operations
-# read more slowly where there are several tokens: with small matrices that costs more than fewer calls gain.
+# Numbers of a fused weight. The outputs of a fused product are slices of one tensor, which later operations read more
+# slowly if there are several tokens: with small matrices that costs more than fewer calls save.
 LEAST_JOINED = 2**16
-LARGE = 2**19  # numbers of a weight in float32 from which on several tokens read it faster in blocks
+LARGE = 2**19  # numbers of a float32 weight from which on blocks are faster for several tokens
 SHARE = 0.5  # of the free memory that copies of a module's weights may take
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # layers that read the same states
 
@@ -73,18 +73,18 @@ Matrix = torch.Tensor | Panels  # that products read
 
 
 def forms(weight: torch.Tensor) -> tuple[Matrix, Matrix]:
-    """What products with one token read in place of a weight [out, in], and what those with several read."""
+    """The forms of a weight [out, in] that products with one token and those with several tokens read."""
     for_one, for_several = _layouts(weight)
     one = for_one(weight)
     return one, one if for_several is for_one else for_several(weight)
 
 
 def _layouts(weight: torch.Tensor) -> tuple[Layout, Layout]:
-    """What makes the two forms of a weight.
+    """The functions that make the two forms of a weight.
 
-    Where there are kernels of our own, both are panels. Without them, one token reads a float32 weight of more rows
-    than columns column by column: the head in 0.4 of the time. Several tokens read a large weight in the blocks of
-    oneDNN, which start too slowly for a small one. On other devices, or in other types, the weight is read as it is.
+    With our own kernels, both are panels. Without them, one token reads a float32 weight of more rows than columns
+    column by column: the head in 0.4 of the time. Several tokens read a large weight in oneDNN's blocks, whose start-up
+    is too slow for a small one. On other devices, or in other types, the weight is read unchanged.
     """
     if native.has_kernel(weight.device, weight.dtype):
         return Panels, Panels
@@ -137,10 +137,10 @@ def product(states: torch.Tensor, weight: Matrix, bias: torch.Tensor | None) -> 
 
 
 def plain_product(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """States [..., in] times a weight [out, in] that lies as it is -> [..., out].
+    """States [..., in] times an unpacked weight [out, in] -> [..., out].
 
-    Of many tokens, such as a prompt's, torch takes seven times as long in bfloat16 as in float32 where the processor
-    has no instructions for it.
+    With many tokens, such as a prompt's, torch takes seven times as long in bfloat16 as in float32 if the processor has
+    no instructions for bfloat16.
     """
     if states.dtype != torch.bfloat16:
         return linear(states, weight, bias)
@@ -152,31 +152,31 @@ def plain_product(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
 
 
 class PackedWeight:
-    """A frozen weight and what products read in its place, shared by all layers that use it.
+    """A frozen weight and the forms of it that products read, shared by all layers that use it.
 
-    Changes of a weight are seen, but not those of single numbers through its `data`, of which torch keeps no count.
+    Changes of a weight are detected, but not those of single numbers through its `data`, which torch does not count.
 
     Args:
         weights: [out, in] of one layer; or of several, which become views of one matrix.
         copies: whether there is room for copies; without them products read the weight itself.
 
     Attributes:
-        is_plain: whether all products are `linear`'s, with the weight itself.
+        is_plain: whether all products call `linear` with the weight itself.
     """
 
     def __init__(self, weights: Sequence[torch.nn.Parameter], copies: bool = True):
         self.weights, self.copies = tuple(weights), copies
         self.weight = weights[0]
-        # Made when a short pass first reads them: who trains a drafter on a target has none.
+        # Made when a short pass first reads them: training a drafter on a target needs none.
         self._forms: tuple[Matrix, Matrix] | None = None
         self._renew()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return PackedWeight, (self.weights, self.copies)  # a copy, or another process, makes its own
 
-    @torch.inference_mode(False)  # a view that is made in it has no count of changes
+    @torch.inference_mode(False)  # a view made in inference mode has no version counter
     def _renew(self) -> None:
-        """Drops the copies, and joins the weights, if they are several and not one matrix, or no more."""
+        """Drops the copies, and joins several weights into one matrix unless they are one already."""
         if len(self.weights) > 1:
             matrix = _side_by_side(self.weights)
             if matrix is None:
@@ -190,18 +190,18 @@ class PackedWeight:
         # See `plain_product`.
         in_half = self.weight.dtype == torch.bfloat16 and self.weight.device.type == "cpu"
         self.is_plain = not (has_copies or in_half)
-        # Address, and count of changes, of which what was made under inference mode has none.
+        # Address and version counter; tensors made in inference mode have no counter.
         self._seen = [(w, w.data_ptr(), None if w.is_inference() else w._version) for w in self.weights]
 
     @property
     def lacking(self) -> str | None:
-        """Why short passes run on torch's kernels; None where they run on our own."""
+        """Why short passes run on torch's kernels; None if they run on our own."""
         if not native.has_kernel(self.weight.device, self.weight.dtype):
             return native.reason() or f"none of our own for {self.weight.dtype}"
         return None if self.copies else "no room for copies of the weights"
 
     def panels(self, tokens: int) -> torch.Tensor | None:
-        """The panels that a product with so many tokens reads, where it does."""
+        """The panels that a product with `tokens` tokens reads; None if it reads another form."""
         matrix = self._matrix(tokens)
         return matrix.panels if isinstance(matrix, Panels) else None
 
@@ -210,7 +210,7 @@ class PackedWeight:
         return product(states, self._matrix(states.numel() // self.weight.shape[1]), bias)
 
     def _matrix(self, tokens: int) -> Matrix:
-        """What a product with so many tokens reads: of many, which arithmetic bounds, the weight itself."""
+        """The form that a product with `tokens` tokens reads: if it is compute-bound, the weight itself."""
         if self._is_stale():
             self._renew()
         if tokens > native.MOST_TOKENS:
@@ -221,7 +221,7 @@ class PackedWeight:
         return self._forms[tokens > 1]
 
     def _is_stale(self) -> bool:
-        """Whether a weight was moved, or changed in place: what was made of it must not stay what it was."""
+        """Whether a weight was moved or changed in place, so that its forms must be made again."""
         for weight, pointer, version in self._seen:  # `any` would take twice as long
             if weight.data_ptr() != pointer or (version is not None and weight._version != version):
                 return True
@@ -229,7 +229,7 @@ class PackedWeight:
 
 
 def _side_by_side(weights: Sequence[torch.nn.Parameter]) -> torch.Tensor | None:
-    """The matrix that weights are the rows of, as in a process that shares memory with another; None: they are none."""
+    """The matrix whose rows the weights are, as in a process that shares memory with another; None if there is none."""
     first, end = plain(weights[0]), weights[0].storage_offset()
     for weight in weights:
         same = weight.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
@@ -241,12 +241,12 @@ def _side_by_side(weights: Sequence[torch.nn.Parameter]) -> torch.Tensor | None:
 
 
 def _is_for_torch(states: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether a product has gradients or mixed types: torch's own function knows them."""
+    """Whether a product has gradients or mixed types, which only torch's own function supports."""
     return torch.is_grad_enabled() or states.dtype != weight.dtype or torch.is_autocast_enabled("cpu")
 
 
 class PackedLinear(torch.nn.Linear):
-    """A linear layer whose products read what is made of its weight; `weight` itself is always a plain tensor."""
+    """A linear layer whose products read a packed form of its weight; `weight` itself is always a plain tensor."""
 
     _packed: PackedWeight
 
@@ -282,9 +282,9 @@ class FusedLinear:
         return FusedLinear, (self.packed.weights, self.biases, self.packed.copies)
 
     def output(self, states: torch.Tensor, index: int) -> torch.Tensor | None:
-        """The output of the layer of an index; None where it must be computed by itself.
+        """The output of the layer `index`; None if the layer must compute it itself.
 
-        Outputs are kept until the last layer has had its own, or the first one is called again.
+        Outputs are kept until the last layer has received its own, or the first one is called again.
         """
         if index == 0:
             biases = [bias for bias in self.biases if bias is not None]
@@ -315,18 +315,18 @@ class FusedSlice(torch.nn.Linear):
 
 
 def assume_unchanged() -> None:
-    """Lets torch.compile take weights for what and where they are now, and kernels for there or not.
+    """Makes torch.compile assume that weights and the availability of kernels do not change.
 
-    Looking cannot be compiled. Only what compiles calls this: it takes seconds to import what it needs.
+    These checks cannot be compiled. Only code that compiles calls this, since its imports take seconds.
     """
     for look in (PackedWeight._is_stale, native._available):
         torch.compiler.assume_constant_result(look)
 
 
 def pack_linears(*modules: torch.nn.Module) -> None:
-    """Gives the frozen linear layers of modules, in place, joint products and weights that are read as `forms` says.
+    """Packs the frozen linear layers of modules in place: fused products, and weights in the forms of `forms`.
 
-    Without room for copies of them all, products read the weights themselves, and a line says so.
+    Without room for copies of them all, products read the weights themselves, and a warning is printed.
 
     Args:
         *modules: with the layers; copies of them that share weights must be made after this.
@@ -350,7 +350,7 @@ def pack_linears(*modules: torch.nn.Module) -> None:
 
 
 def _have_room(weights: Sequence[Any]) -> bool:
-    """Whether the free memory has room for copies; yes where the system does not tell."""
+    """Whether the free memory has room for copies; True if the system does not report it."""
     sizes = [_copies_of(weight) * weight.nbytes for weight in weights]
     free = free_memory() if any(sizes) else None
     if free is None or sum(sizes) < SHARE * free:
@@ -371,14 +371,14 @@ def _copies_of(weight: torch.Tensor) -> int:
 def _can_pack(layer: Any) -> bool:
     """Whether a layer is a frozen linear layer of plain numbers that is not packed yet.
 
-    A quantised one is another class, or its weight is: both stay what they are.
+    A quantised layer, or its weight, has another class and is left unchanged.
     """
     weight = layer.weight if type(layer) is torch.nn.Linear else None
     return type(weight) is torch.nn.Parameter and not (weight.requires_grad or weight.is_inference())
 
 
 def _can_fuse(layers: Sequence[Any]) -> bool:
-    """Whether layers are better one product: all can be packed, and they are of one kind, large, and in memory."""
+    """Whether layers should be fused: all can be packed, and they are of one kind, large, and in memory."""
     if not all(map(_can_pack, layers)) or any(hasattr(layer, "_hf_hook") for layer in layers):
         return False
     kinds = {(part.weight.dtype, part.weight.device, part.in_features, part.bias is None) for part in layers}
@@ -394,7 +394,7 @@ def packed_weights(modules: Iterable[torch.nn.Module]) -> list[PackedWeight]:
 
 
 def packed_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> torch.nn.Linear:
-    """A frozen linear layer of a weight [out, in] and a bias [out], packed; the weight given stays as it is."""
+    """A frozen linear layer of a weight [out, in] and a bias [out], packed; the given weight is unchanged."""
     rows, columns = weight.shape
     layer = torch.nn.Linear(columns, rows, bias=bias is not None, device="meta")
     with torch.inference_mode(False):

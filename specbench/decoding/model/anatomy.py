@@ -18,7 +18,7 @@ NORMS = ("norm", "final_layer_norm", "final_layernorm")  # what families call th
 CACHES = ("past_key_values", "layer_past")  # what layers call the cache
 POSITIONS = ("rotary_emb", "embed_positions")  # the angles of positions, or their embeddings
 EMBEDDING_SCALE = "embedding_multiplier"  # a config's factor of token embeddings that their module leaves out
-# What a config can ask to be done with the products of states and head, by the name of the number in it.
+# Operations on the products of states and head that a config can request, by the key of their number.
 LOGIT_STEPS: dict[str, Callable[[torch.Tensor, float], torch.Tensor]] = {
     "logit_scale": lambda logits, scale: logits * scale,
     "logits_scaling": lambda logits, scale: logits / scale,
@@ -27,19 +27,19 @@ LOGIT_STEPS: dict[str, Callable[[torch.Tensor, float], torch.Tensor]] = {
 LogitSteps = list[tuple["Callable[[torch.Tensor, float], torch.Tensor]", float]]
 # Kinds of rotary scaling whose angles depend on the position alone, so that one table serves every pass.
 STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
-# What layers of one kind have in common: the window that they look back on, and the type that names their angles in a
-# model that has several tables of them; None for all positions and for the one table.
+# Common to layers of one kind: the window that they attend to (None for all positions), and the type that names their
+# angles in a model with several tables of them (None with one table).
 Kind = tuple[int | None, str | None]
 
 
 def logit_steps(config: PretrainedConfig) -> LogitSteps:
-    """What a model does with the products of its states and its head, in order; see `LOGIT_STEPS`."""
+    """Operations that a model applies to the products of its states and its head, in order; see `LOGIT_STEPS`."""
     named = ((step, getattr(config, name, None)) for name, step in LOGIT_STEPS.items())
     return [(step, number) for step, number in named if number is not None and number != 1]
 
 
 def finished(products: torch.Tensor, steps: LogitSteps) -> torch.Tensor:
-    """The logits that the steps make of products, of any shape."""
+    """Applies the steps to products of any shape; returns the logits."""
     for step, number in steps:
         products = step(products, number)
     return products
@@ -49,7 +49,7 @@ def finished(products: torch.Tensor, steps: LogitSteps) -> torch.Tensor:
 def drivable(model: PreTrainedModel) -> Iterator[None]:
     """Turns the errors that an unsupported anatomy causes into a UserError that names the model type.
 
-    Running out of memory stays the error that it is.
+    Out-of-memory errors are not changed.
     """
     try:
         yield
@@ -69,7 +69,7 @@ def check_rope(config: PretrainedConfig) -> None:
     batch those of all others: no answer would equal that of autoregressive decoding.
     """
     rope = getattr(config, "rope_parameters", None) or {}
-    # Some keep one for each layer type.
+    # Some configs have one for each layer type.
     for kind in (rope, *(part for part in rope.values() if isinstance(part, dict))):
         if (name := kind.get("rope_type", "default")) not in STATIC_ROPE:
             raise UserError(
@@ -82,7 +82,7 @@ def check_rope(config: PretrainedConfig) -> None:
 def window_of(config: PretrainedConfig, layer: int) -> int | None:
     """The number of positions that a layer attends to, its own included; None for all.
 
-    Raises UserError for attention of another type, which a short check might not find out.
+    Raises UserError for attention of another type, which a short check might miss.
     """
     kind = (getattr(config, "layer_types", None) or ["sliding_attention"] * (layer + 1))[layer]
     if kind not in ("sliding_attention", "full_attention"):
@@ -93,7 +93,7 @@ def window_of(config: PretrainedConfig, layer: int) -> int | None:
 
 
 def device_of(module: torch.nn.Module) -> torch.device:
-    """The device a module runs on: that of accelerate's hook, if it has one, or else that of its weights."""
+    """The device that a module runs on: that of accelerate's hook if it has one, else that of its weights."""
     hook = getattr(module, "_hf_hook", None)
     device = getattr(hook, "execution_device", None)
     return next(module.parameters()).device if device is None else torch.device(device)

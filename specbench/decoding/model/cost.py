@@ -23,7 +23,7 @@ def weight_bytes(module: torch.nn.Module) -> int:
 
 
 def _stored_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor; of one that stands for others, such as a quantised one, of these."""
+    """Bytes of a tensor; for a wrapper of other tensors, such as a quantised one, bytes of these."""
     if hasattr(tensor, "__tensor_flatten__"):
         return sum(_stored_bytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
     return tensor.nbytes
@@ -36,7 +36,7 @@ class Experts:
     Attributes:
         bytes: of the weights of all of them.
         count: how many there are.
-        chosen: how many a token uses; None where the layer does not say.
+        chosen: how many a token uses; None if the layer does not state it.
     """
 
     bytes: int
@@ -44,10 +44,10 @@ class Experts:
     chosen: int | None
 
     def read(self, tokens: int) -> float:
-        """Bytes that a pass of so many tokens is expected to read; NaN where that cannot be known.
+        """Bytes that a pass of `tokens` tokens is expected to read; NaN if unknown.
 
-        Of the experts each token is taken to choose its own, independent of the others, all with equal chances. A
-        router that prefers some, or tokens that choose alike, read fewer.
+        Each token is assumed to choose its experts independently of the others, all with equal chances. If the router
+        prefers some, or tokens choose alike, fewer bytes are read.
         """
         if self.chosen is None:
             return math.nan
@@ -58,7 +58,7 @@ NO_EXPERTS = Experts(0, 1, 0)
 
 
 def experts_of(layer: torch.nn.Module) -> Experts:
-    """The routed experts of a layer, `NO_EXPERTS` where it has none. Those that every token uses are not among them."""
+    """The routed experts of a layer, `NO_EXPERTS` if it has none. Those that every token uses are excluded."""
     expert_modules = [
         (module, count) for name, module in layer.named_modules() if (count := _experts_in(name, module))
     ]
@@ -73,10 +73,10 @@ def experts_of(layer: torch.nn.Module) -> Experts:
 
 
 def experts_wait(model: PreTrainedModel) -> bool:
-    """Whether the routed experts of a model on CUDA tell the host which of them are used, which no graph can hold.
+    """Whether the routed experts of a model on CUDA wait for the host, which no graph can hold.
 
-    It depends on the version of transformers, the data type and the GPU, so that a layer's experts are tried, with
-    their router; those that cannot be called alone count as waiting.
+    It depends on the version of transformers, the dtype and the GPU, so a layer's experts are run with their router;
+    those that cannot be called alone count as waiting.
     """
     experts = [name for name, module in model.named_modules() if _experts_in(name, module)]
     if not experts:
@@ -98,7 +98,7 @@ def experts_wait(model: PreTrainedModel) -> bool:
 
 
 def _experts_in(name: str, module: torch.nn.Module) -> int:
-    """How many experts a module is made of: modules in a list of that name, or parts of tensors; 0 for any other."""
+    """Number of experts in a module: modules in a list of that name, or slices of tensors; 0 for any other."""
     if isinstance(module, torch.nn.ModuleList):
         return len(module) if name.endswith("experts") else 0
     count = getattr(module, "num_experts", 0)

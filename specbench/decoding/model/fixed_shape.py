@@ -14,13 +14,13 @@ from specbench.decoding.kv_cache import EMPTY, ForwardContext
 if TYPE_CHECKING:
     from specbench.decoding.kv_cache import KVCache
 
-# KV lengths are rounded up to a multiple of this; the excess is masked. The fused attention of CPUs takes 512 entries
-# at a time: where its last block were shorter in one pass than in another, sums would round otherwise, with the same
-# entries visible.
+# KV lengths are rounded up to a multiple of this; the excess is masked. The fused attention of CPUs processes 512
+# entries at a time: if its last block were shorter in one pass than in another, sums would round differently, with the
+# same entries visible.
 KV_BUCKET = 512
 # Tokens of each sequence in a captured pass at most: published trees and windows have up to 120.
 LONGEST = 128
-QUERY_BLOCK = 32  # queries that it takes at a time; one that is left alone goes through another kernel
+QUERY_BLOCK = 32  # queries that it processes at a time; a single one that is left over uses another kernel
 
 
 def rounded_up(number: int, step: int) -> int:
@@ -29,12 +29,12 @@ def rounded_up(number: int, step: int) -> int:
 
 
 def kv_bucket(kv_len: int, capacity: int) -> int:
-    """The KV length of a fixed-shape pass that needs `kv_len` entries of a cache with so many positions."""
+    """The KV length of a fixed-shape pass that needs `kv_len` entries of a cache with `capacity` positions."""
     return min(rounded_up(kv_len, KV_BUCKET), capacity)
 
 
 def without_lone_query(width: int, groups: int) -> int:
-    """Tokens of a pass, one more where the last query would go through another kernel than those in front of it.
+    """Number of tokens of a pass, one more if the last query would use another kernel than those before it.
 
     Args:
         width: tokens of each sequence.
@@ -52,9 +52,9 @@ def widened(inputs: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def materialize(ctx: ForwardContext, cache: KVCache, b: int, n: int, width: int) -> ForwardContext:
-    """The same pass of `width` tokens in place of n, with tensors for numbers, and the KV length of its bucket.
+    """The same pass with `width` tokens instead of n, tensors instead of numbers, and the KV length of its bucket.
 
-    What is added is written to entries that the next pass overwrites.
+    Added tokens are written to entries that the next pass overwrites.
 
     Args:
         ctx: of n tokens of each of b sequences.

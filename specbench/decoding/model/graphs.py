@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     Function = Callable[..., Sequence[torch.Tensor | None]]
 
 WARM_UPS = 2  # runs in front of a capture, in which libraries choose their kernels and reserve what they need
-HELD_BYTES = 2**32  # that the inputs and outputs of all captured passes of one owner may take
-VERSIONS = 1024  # of one code, that are compiled at most
-CAPTURING = threading.Lock()  # of all captures of a process only one may be under way
+HELD_BYTES = 2**32  # limit for the inputs and outputs of all captured passes of one owner
+VERSIONS = 1024  # most compiled versions of one function
+CAPTURING = threading.Lock()  # only one capture at a time in a process
 WITHIN = threading.local()  # whether this thread calls a function that is being captured
 
 
@@ -48,7 +48,7 @@ DEFAULT = Options()
 
 
 def set_options(model: torch.nn.Module, options: Options) -> None:
-    """Says how the passes of a model run, whoever drives it; without, as `DEFAULT`."""
+    """Sets how the passes of a model run, whoever drives it; otherwise they run as `DEFAULT`."""
     model.specbench_passes = options  # type: ignore[assignment] # of torch, whose attributes are tensors and modules
 
 
@@ -66,8 +66,8 @@ class EagerRunner:
         """Runs a pass.
 
         Args:
-            owner: that the function works on beside its inputs, such as a cache: compared by identity, not kept alive.
-            key: says with `owner` and the shapes of the inputs which function it is.
+            owner: what the function works on beside its inputs, such as a cache: compared by identity, not kept alive.
+            key: identifies the function, together with `owner` and the shapes of the inputs.
             function: of the inputs; it returns tensors, or None in place of some, and leaves the inputs as they are.
             inputs: everything that may differ between two passes with one key; None for what is not there.
 
@@ -77,7 +77,7 @@ class EagerRunner:
         return function(*inputs)
 
     def forget(self) -> None:
-        """Forgets what was captured: memory that it works on has moved."""
+        """Forgets captured passes: memory that they use has moved."""
 
 
 @dataclass(slots=True)
@@ -90,24 +90,24 @@ class Captured:
 
     @property
     def bytes(self) -> int:
-        """Of what it reads and writes, such as the logits of a batch of trees."""
+        """Bytes of its inputs and outputs, such as the logits of a batch of trees."""
         return sum(tensor.nbytes for tensor in (*self.inputs, *self.outputs) if tensor is not None)
 
 
 class GraphRunner(EagerRunner):
     """Captures a pass when its key is new, and replays it from then on. For inference mode alone.
 
-    What is returned is always a copy: a replay overwrites the outputs of the one before, which a drafter may have kept.
-    A graph is dropped when its owner, such as a KV cache, is garbage-collected, or when it is the one that was not used
-    for the longest time and all graphs of the owner hold more than `HELD_BYTES`.
+    Results are always copies: a replay overwrites the outputs of the last one, which a drafter may have kept. A graph
+    is dropped when its owner, such as a KV cache, is garbage-collected, or as the least recently used one when all
+    graphs of the owner hold more than `HELD_BYTES`.
 
     Args:
         device: a CUDA device.
         compile: whether functions are compiled before they are captured.
 
     Attributes:
-        captures: how many there were.
-        captures_of_all: how many runners of this process have captured, those that are gone included.
+        captures: number of captures so far.
+        captures_of_all: number of captures by all runners of this process, deleted ones included.
     """
 
     captures_of_all = 0
@@ -123,13 +123,13 @@ class GraphRunner(EagerRunner):
     ) -> Sequence[Any]:
         """As `EagerRunner.run`; the tensors that are returned belong to the caller.
 
-        What a function that is being captured runs, with these or other graphs, is a part of it.
+        A pass that runs within a capture, of this or another runner, becomes part of that capture.
         """
         if is_within():
             return function(*inputs)
         by_shape = self._captured.setdefault(owner, {})
         key = shaped(key, inputs)
-        # It goes back behind the others: what was not used for long is in front.
+        # It is reinserted at the end: the least recently used one is first.
         captured = by_shape.pop(key, None)
         if captured is None:
             static_inputs = [
@@ -157,7 +157,7 @@ class GraphRunner(EagerRunner):
         self._captured.clear()
 
     def capture(self, function: Function, inputs: Sequence[torch.Tensor | None]) -> Captured:
-        """Captures a function of these very tensors. Raises JobError where it does what no graph can hold."""
+        """Captures a function of these very tensors. Raises JobError if it does something that no graph can hold."""
         if self._stream is None:
             # Kernels of a graph keep the priority of the stream that they were captured on.
             priority = torch.cuda.current_stream(self.device).priority
@@ -173,12 +173,12 @@ class GraphRunner(EagerRunner):
                 with torch.cuda.stream(self._stream):
                     for _ in range(WARM_UPS):
                         function(*inputs)
-                # Kernels keep the address of the workspace of cuBLAS. One of before would be freed under the graph,
-                # such as by inductor's own graphs; with none, it is made in the graph's pool.
+                # Kernels keep the address of cuBLAS's workspace. An earlier one could be freed while the graph uses it,
+                # such as by inductor's own graphs; without one, it is allocated in the graph's pool.
                 torch._C._cuda_clearCublasWorkspaces()
                 with capturing(graph, self._pool, self._stream):
                     outputs = function(*inputs)
-                torch._C._cuda_clearCublasWorkspaces()  # what is not captured must not use that of the pool
+                torch._C._cuda_clearCublasWorkspaces()  # uncaptured work must not use the pool's
                 torch.cuda.current_stream(self.device).wait_stream(self._stream)
         except torch.OutOfMemoryError:
             raise
@@ -190,7 +190,7 @@ class GraphRunner(EagerRunner):
 
 
 def shaped(key: Hashable, inputs: Sequence[torch.Tensor | None]) -> Hashable:
-    """What a captured pass is found by: its key, and the shapes of its inputs."""
+    """The look-up key of a captured pass: its key, and the shapes of its inputs."""
     return key, *(None if tensor is None else (tensor.shape, tensor.dtype) for tensor in inputs)
 
 
@@ -198,7 +198,7 @@ def compiled(function: Function, backend: str = "inductor") -> Function:
     """The function compiled as a whole, for the shapes that it is first called with."""
     import torch._dynamo  # late: it takes a second
 
-    # Each pass is a closure of its own over the same code: as many versions of that code as there are keys.
+    # Each pass is a separate closure over the same code, so there are as many versions of it as keys.
     assume_unchanged()
     config = torch._dynamo.config
     config.recompile_limit = config.accumulated_recompile_limit = VERSIONS
@@ -208,10 +208,10 @@ def compiled(function: Function, backend: str = "inductor") -> Function:
 
 @contextmanager
 def capturing(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) -> Iterator[None]:
-    """What is run within becomes the graph; an error within is raised as it is.
+    """Captures the operations within the context; an error among them is raised unchanged.
 
-    Where an operation has broken the capture, the end of `torch.cuda.graph` raises another error in place of the
-    operation's, and leaves the thread on the stream of the capture.
+    If an operation breaks the capture, the end of `torch.cuda.graph` raises another error in place of the operation's,
+    and leaves the thread on the stream of the capture.
     """
     failed: BaseException | None = None
     with torch.cuda.stream(stream):
@@ -248,7 +248,7 @@ def uncaptured() -> Iterator[None]:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """No garbage is collected within: tensors that go in the middle of a capture would be freed in it."""
+    """Disables garbage collection within the context: it would free tensors in the middle of a capture."""
     enabled = gc.isenabled()
     gc.disable()
     try:

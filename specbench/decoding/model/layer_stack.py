@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 
 
 def ignore(layer: int, hidden: torch.Tensor) -> None:
-    """What is done with the states at a tap where nobody wants them."""
+    """The default `on_hidden`: ignores the states at a tap."""
 
 
 class LayerStack:
     """The layers of a model.
 
     Args:
-        decoder: a family's own module that they are in.
+        decoder: the family's own module that contains them.
         config: of it.
         captured: whether passes are captured.
-        compiled: whether short passes go through compiled layers, where there are kernels for these.
-        like: has the dtype and the device of the states.
+        compiled: whether short passes use compiled layers, if there are kernels for these.
+        like: a tensor with the dtype and the device of the states.
 
     Attributes:
         layers: as `lean_copy` makes them.
@@ -40,11 +40,11 @@ class LayerStack:
         devices: of each layer.
         kv_heads: heads of keys and values.
         head_dim: width of a head.
-        groups: query heads that share keys and get one mask; 1 where each gets its own.
+        groups: query heads that share keys and a mask; 1 if each has its own mask.
         implied_masks: whether the attention kernel is causal without a mask, in an empty cache.
-        rotary: gives the angles of positions; None where positions are learned.
-        learned: gives embeddings of positions; None where they are rotary.
-        compiled: each layer as one function; None where they are not compiled.
+        rotary: computes the angles of positions; None if positions are learned.
+        learned: computes embeddings of positions; None if they are rotary.
+        compiled: each layer as one function; None if they are not compiled.
         angles: cosines and sines [1, positions, rotary_dim], of each table of angles.
     """
 
@@ -130,7 +130,7 @@ class LayerStack:
         return hidden
 
     def entering(self, hidden: torch.Tensor, ctx: ForwardContext, lo: int) -> torch.Tensor:
-        """States as layer `lo` gets them: embeddings of positions are added in front of the first one."""
+        """The input states of layer `lo`: learned embeddings of positions are added before the first layer."""
         if self.rotary is None and lo == 0:
             return hidden + self.embedded_positions(ctx, hidden.shape[1])
         return hidden
@@ -151,7 +151,7 @@ class LayerStack:
 
     @property
     def positions(self) -> int:
-        """How many positions there are angles for."""
+        """Number of positions with precomputed angles."""
         counts = [cos.shape[1] for cos, _ in self.angles.values()]
         return min(counts) if counts else 0  # dynamo knows no default of `min`
 
@@ -166,7 +166,7 @@ class LayerStack:
         else:
             assert ctx.positions is not None  # of every pass without a start
             positions = ctx.positions
-        # A draft may reach further than the answer can: what is computed there is never used.
+        # A draft may reach beyond the longest possible answer: results there are never used.
         return self.learned(None, position_ids=positions.clamp(max=self.last_position))
 
 
@@ -188,13 +188,13 @@ def attention_mask(
     Args:
         ctx: the pass.
         n: its tokens of each sequence.
-        like: gives dtype and device.
+        like: a tensor with the mask's dtype and device.
         window: positions that a layer looks back on; None for all.
-        implied: whether the attention kernel has a rule of its own: causal where there are several positions.
+        implied: whether the attention kernel itself is causal if there are several positions.
 
     Returns:
-        [b or 1, 1, n, kv_len]; None where none is needed: of a single position all are visible, in an empty cache the
-        kernel's own rule is the right one.
+        [b or 1, 1, n, kv_len]; None if none is needed: a single position sees all entries, and in an empty cache the
+        kernel's own rule is right.
     """
     device = like.device
     in_window = window is None or ctx.kv_len <= window
@@ -219,7 +219,7 @@ def attention_mask(
 
 
 def _moved(arguments: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """What layers are called with, on another device; the cache knows its devices itself."""
+    """The arguments of layers, on another device; the cache handles devices itself."""
     moved = dict(arguments)
     if arguments["attention_mask"] is not None:
         moved["attention_mask"] = arguments["attention_mask"].to(device)

@@ -31,29 +31,28 @@ if TYPE_CHECKING:  # a slow import, not needed to read `Drafter.needs`
 
     from specbench.decoding.state import Batch
 
-ROPE_STEP = 4096  # the angles of so many positions are made at once: a graph reads them where they are
+ROPE_STEP = 4096  # angles are computed for this many positions at a time: a graph reads them in place
 
 
 class StagedModel:
     """Stages of a model: `embed`, `run_layers`, `head`, and `prefill` and `verify` built from them.
 
     Args:
-        model: a causal language model; it stays as it is, but for the layout of its weights in memory.
+        model: a causal language model; only the layout of its weights in memory is changed.
         vocab_size: logits are cut to this many ids (a draft model's head may be padded further than the target's).
-        embedded_ids: of a draft model, how many ids its target has, which may be more than it has embeddings for:
-            Qwen2.5's large models pad to 152064 ids, the small ones to 151936. An id beyond is embedded as the last one
-            that there is.
-        width: pad every decode pass to this many tokens per sequence, or to one more where the kernels would round the
-            last token otherwise than those in front of it; None: no padding.
+        embedded_ids: for a draft model, the number of its target's ids, which may exceed its own embeddings: Qwen2.5's
+            large models pad to 152064 ids, the small ones to 151936. An id beyond is embedded as the last one.
+        width: pad every decode pass to this many tokens per sequence, or to one more if the kernels would round the
+            last token differently from those before it; None: no padding.
 
     Attributes:
-        width: as it is padded to.
+        width: the padded width.
         runner: runs the passes of fixed shapes, and what drafters compute.
         fixed_shapes: whether passes after a prompt have fixed shapes: they are captured, or have a width.
         padding: entries after the last one of a sequence that `width` may write to.
-        layer_bytes: of the weights of each layer, routed experts apart.
-        experts: the routed ones of each layer.
-        embedding_scale: that embeddings are multiplied by.
+        layer_bytes: bytes of each layer's weights, without routed experts.
+        experts: the routed experts of each layer.
+        embedding_scale: factor of the embeddings.
 
     Raises:
         UserError: the model cannot be driven layer by layer.
@@ -106,7 +105,7 @@ class StagedModel:
             if not any(one.bytes for one in self.experts) and any(
                 getattr(self.config, name, 0) for name in EXPERTS
             ):
-                # Those that are nowhere to be found would be counted as if every token read all of them.
+                # Experts that were not found would be counted as if every token read all of them.
                 self.experts = [Experts(0, 0, None)] * len(self.layers)
             self._head_bytes = weight_bytes(self.norm) + weight_bytes(self.lm_head)
 
@@ -120,9 +119,9 @@ class StagedModel:
     def pass_bytes(self, lo: int = 0, hi: int | None = None, head: bool = True, tokens: int = 1) -> float:
         """Bytes of weights that a pass of `tokens` tokens through layers [lo, hi) reads, with or without norm and head.
 
-        A whole number, or NaN where it cannot be known. The embedding look-up reads one row and is not counted; a head
-        tied to it is read whole and is counted. Of routed experts those are counted that so many tokens are expected to
-        choose, see `Experts`.
+        A whole number, or NaN if unknown. The embedding look-up reads one row and is not counted; a head tied to it is
+        read whole and is counted. Routed experts count as far as this many tokens are expected to choose them, see
+        `Experts`.
         """
         read = sum(self.layer_bytes[lo:hi]) + head * self._head_bytes
         return read + sum(experts.read(tokens) for experts in self.experts[lo:hi])
@@ -131,14 +130,14 @@ class StagedModel:
 
     def new_cache(self, capacity: int, slots: int = 1) -> KVCache:
         """An empty cache for `slots` sequences of up to `capacity` positions."""
-        if self.width is not None:  # so that the last step of the KV length is a whole one
+        if self.width is not None:  # so that the last bucket of KV lengths is a full one
             capacity = fixed_shape.rounded_up(capacity, fixed_shape.KV_BUCKET)
         release()  # the cache of the last pass, which may have been given up for this one
         stack = self.stack
         return KVCache(stack.devices, stack.kv_heads, stack.head_dim, slots, capacity, self.dtype)
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        """Token ids [b, n] -> hidden states [b, n, d]; states stay as they are."""
+        """Token ids [b, n] -> hidden states [b, n, d]; states are returned unchanged."""
         if ids.is_floating_point():
             return ids
         embedded = self.embed_tokens(ids if self._last_id is None else ids.clamp(max=self._last_id))
@@ -156,12 +155,12 @@ class StagedModel:
         split: bool = True,
         to_logits: bool = False,
     ) -> torch.Tensor:
-        """Runs layers [lo, hi) over the states of b sequences, in a fixed shape where others of that shape will follow.
+        """Runs layers [lo, hi) over the states of b sequences, in a fixed shape if that shape will recur.
 
         Args:
             inputs: [b, n, d] states in front of layer `lo`, or ids [b, n].
             cache: receives keys and values.
-            ctx: positions, write places and visibility; a number for tokens that follow so many others.
+            ctx: positions, write indices and visibility; a number for tokens that follow this many others.
             lo: the first layer.
             hi: the layer after the last one; None for all.
             taps: layers in front of which `on_hidden` is called; with `to_logits` also their number and `NORMED`.
@@ -185,10 +184,10 @@ class StagedModel:
         ctx = fixed_shape.materialize(ctx, cache, b, n, width)
         inputs = fixed_shape.widened(inputs, width)
         tensors = ctx.positions, ctx.write_index, *self.stack.masks(ctx, width, self.embed_tokens.weight)
-        if split and lo in taps:  # in front of all layers: what a drafter does from there on runs beside them
+        if split and lo in taps:  # before all layers, so that the drafter's work runs beside them
             inputs = self.embed(inputs)
             on_hidden(lo, self.stack.entering(inputs, ctx, lo)[:, :n])
-        # A part of its own ends at each tap between two layers where the pass is split.
+        # If the pass is split, a stage ends at each tap between two layers.
         inner = [tap for tap in range(lo, hi) if tap in taps]
         for start, end in pairwise([lo, *(tap for tap in inner if split and tap > lo), hi]):
             last, tapped = end == hi, [] if split else [*inner]
@@ -204,7 +203,7 @@ class StagedModel:
     def _fixed_stage(
         self, cache: KVCache, kv_len: int, lo: int, hi: int, taps: Sequence[int], to_logits: bool
     ) -> Callable[..., list[torch.Tensor]]:
-        """The function of a fixed-shape pass: all that differs between two of them is among its arguments.
+        """The function of a fixed-shape pass: everything that differs between two passes is an argument.
 
         It returns states or logits, then the states at each tap.
         """
@@ -223,7 +222,7 @@ class StagedModel:
     def _logits(
         self, hidden: torch.Tensor, taps: Sequence[int], on_hidden: Callable[[int, torch.Tensor], None]
     ) -> torch.Tensor:
-        """As `head`; tells the normed states where `NORMED` is among the taps."""
+        """As `head`; passes the normed states to `on_hidden` if `NORMED` is among the taps."""
         normed = self.norm(hidden)
         if NORMED in taps:
             on_hidden(NORMED, normed.to(self.device))
@@ -238,20 +237,20 @@ class StagedModel:
         *inputs: torch.Tensor,
         entries: int = 0,
     ) -> Sequence[Any]:
-        """Runs a function of a batch; where passes are captured, as one graph with all passes in it.
+        """Runs a function of a batch; if passes are captured, as one graph of all passes in it.
 
-        In a graph the function learns of the batch on the host only its size and how tokens are chosen. All else is on
-        the device, and `RaggedLayout.place` and the batch's methods look for it there.
+        In a graph the host knows only the batch's size and how tokens are chosen. All else is on the device, and
+        `RaggedLayout.place` and the batch's methods read it there.
 
         Args:
             batch: the running sequences.
-            owner: as in `EagerRunner.run`: what `open` made for this function, a cache as a rule.
+            owner: as in `EagerRunner.run`: what `open` made for this function, usually a cache.
             key: likewise.
-            function: of a batch and of the inputs; it returns tensors or None, and changes nothing but `owner`. What it
-                reads beside its arguments stays the same and where it is for as long as `owner` is there.
+            function: of a batch and of the inputs; it returns tensors or None, and changes nothing but `owner`. Tensors
+                that it reads beside its arguments keep their values and addresses as long as `owner` exists.
             *inputs: tensors that differ from round to round.
-            entries: of the cache `owner`, after the known tokens, that its passes may attend to; 0: it attends to
-                nothing.
+            entries: number of entries of the cache `owner` after the known tokens that its passes may attend to; 0:
+                none.
 
         Returns:
             What the function returns.
@@ -325,20 +324,20 @@ class StagedModel:
         return self.run_layers(inputs, cache, ctx, lo, None, taps, on_hidden, split, to_logits=True)
 
     def _make_angles(self, capacity: int) -> None:
-        """Sees to it that there are angles for so many positions, computed once."""
+        """Makes sure that the angles of `capacity` positions are computed, once."""
         if self.stack.rotary is None or self.stack.positions >= capacity:
             return
-        if self.fixed_shapes:  # those before are no longer there
+        if self.fixed_shapes:  # graphs hold the addresses of the old ones
             self.runner.forget()
             capacity = fixed_shape.rounded_up(capacity, ROPE_STEP)
         self.stack.make_angles(capacity)
 
 
 def runner_of(model: PreTrainedModel) -> EagerRunner:
-    """What runs the passes of a model: a `GraphRunner` on CUDA, but for a model that no graph can hold.
+    """The runner of a model's passes: a `GraphRunner` on CUDA, unless no graph can hold them.
 
     Raises:
-        UserError: they are to be compiled, and no graph can hold them.
+        UserError: passes are to be compiled, but no graph can hold them.
     """
     options = options_of(model)
     if model.device.type != "cuda":
@@ -367,5 +366,5 @@ def why_uncaptured(model: PreTrainedModel) -> str | None:
 
 
 def recurs(ctx: ForwardContext, n: int) -> bool:
-    """Whether others of its shape will follow a pass of n tokens: not a prompt's, nor one that cannot be captured."""
+    """Whether the shape of a pass of n tokens will recur: not a prompt's, nor that of one that cannot be captured."""
     return ctx.start != 0 and n <= fixed_shape.LONGEST and (is_within() or torch.is_inference_mode_enabled())

@@ -1,7 +1,7 @@
 """An HTTP server of completions as vLLM extends OpenAI's: token ids in, an event with those of each target pass out.
 
-Whatever decodes can stand behind it. One request is answered after the other, by the thread that calls `run`: a
-decoder's threads and caches then belong to one thread, and two answers never share the processor.
+Any decoder can be used. Requests are answered one after the other, by the thread that calls `run`: a decoder's threads
+and caches then belong to one thread, and two answers never share the processor.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 HOST = "127.0.0.1"
 PATH = "/v1/completions"
 OK, BAD_REQUEST, NOT_FOUND, FAILED = 200, 400, 404, 500
-# Accepted and ignored: clients that want token ids set them, and log-probabilities are not told.
+# Accepted and ignored: clients that request token ids set them; log-probabilities are not returned.
 IGNORED = ("model", "stream_options", "return_token_ids", "return_tokens_as_token_ids", "logprobs")
 # Accepted where they change nothing.
 NEUTRAL = {
@@ -31,22 +31,22 @@ NEUTRAL = {
     "frequency_penalty": 0,
 }
 
-# Takes the tokens of one target pass, how many draft tokens it verified, and how many of these were accepted; None:
-# not known.
+# Accepts the tokens of one target pass, the number of draft tokens that it verified, and the number of accepted ones;
+# None: not known.
 Send = Callable[[list[int], int | None, int | None], None]
 
 
 class RequestError(Exception):
-    """Why a request is not answered, in one line."""
+    """The reason why a request is not answered, in one line."""
 
 
 class HungUpError(Exception):
-    """Whoever asked is not there any more."""
+    """The client has closed the connection."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """What is asked for.
+    """A request for a completion.
 
     Attributes:
         prompt: token ids.
@@ -66,7 +66,7 @@ class Completion:
 
     @classmethod
     def of(cls, body: Any) -> Completion:
-        """The request of a body. Raises RequestError for a field that is missing, unknown or of another type."""
+        """Parses a request body. Raises RequestError for a field that is missing, unknown or of another type."""
         if not isinstance(body, dict):
             raise RequestError("the request is no JSON object")
         fields = {name: value for name, value in body.items() if name not in IGNORED and value is not None}
@@ -103,7 +103,7 @@ class CompletionServer(ThreadingHTTPServer):
 
     Args:
         port: to listen at; 0: any that is free.
-        poll_seconds: that ending it may take.
+        poll_seconds: most seconds that ending it takes.
 
     Attributes:
         url: that it is reached at.
@@ -146,7 +146,7 @@ class _Handler(BaseHTTPRequestHandler):
             super().handle_one_request()
 
     def do_GET(self) -> None:
-        """`/health` says that the server is ready; `/v1/models` is what clients of OpenAI's look at first."""
+        """`/health` reports that the server is ready; `/v1/models` is what clients of OpenAI's request first."""
         if self.path == "/health":
             self._answer(OK, {})
         elif self.path == "/v1/models":
@@ -170,7 +170,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.answered.wait()
 
     def answer(self, decode: Decode) -> None:
-        """Decodes, in the thread of whoever calls, and sends what comes."""
+        """Decodes in the caller's thread and sends the tokens."""
         tokens: list[int] = []
         passes: list[tuple[int | None, int | None]] = []
 
@@ -196,7 +196,7 @@ class _Handler(BaseHTTPRequestHandler):
             pass
         except RequestError as error:
             self._fail(BAD_REQUEST, str(error))
-        except Exception as error:  # noqa: BLE001 - told to whoever asked, and printed; the next request may do
+        except Exception as error:  # noqa: BLE001 - reported to the client, and printed; the next request may work
             traceback.print_exc()
             self._fail(FAILED, f"{type(error).__name__} {error}")
         finally:
@@ -212,7 +212,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(f"data: {json.dumps(content)}\n\n".encode())
 
     def _fail(self, code: int, message: str) -> None:
-        """Tells an error: as the answer, or as an event where the answer has begun."""
+        """Reports an error: as the answer, or as an event if the answer has begun."""
         with suppress(HungUpError):
             if self.begun:
                 self._event({"error": {"message": message}})
@@ -233,7 +233,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     @contextmanager
     def _reaching_the_client(self) -> Iterator[None]:
-        """Raises HungUpError where nobody is there: a connection of the decoder's own that breaks is something else."""
+        """Raises HungUpError if the client is gone, unlike for a broken connection of the decoder's own."""
         try:
             yield
         except ConnectionError as error:
@@ -247,7 +247,7 @@ def _choice(tokens: list[int], finish: str | None = None) -> dict[str, Any]:
 def _usage(
     prompt: list[int], tokens: list[int], passes: list[tuple[int | None, int | None]]
 ) -> dict[str, Any]:
-    """What is told at the end: numbers of tokens, and the counts of every pass but the prompt's, as vLLM names them."""
+    """The last event: numbers of tokens, and the counts of every pass but the prompt's, as vLLM names them."""
     usage = {
         "prompt_tokens": len(prompt),
         "completion_tokens": len(tokens),

@@ -24,7 +24,7 @@ def pipeline(settings: dict[str, Any]) -> Any:
     """The pipeline of a server's settings.
 
     `target` and `draft` are GGUF files, the latter or None; `properties` are the device's, `scheduler` holds settings
-    of OpenVINO's scheduler, `lookup` says whether drafts are looked up in the prompt.
+    of OpenVINO's scheduler, `lookup` enables looking drafts up in the prompt.
     """
     properties = settings["properties"]
     options: dict[str, Any] = dict(properties)
@@ -38,7 +38,7 @@ def pipeline(settings: dict[str, Any]) -> Any:
 
 
 def converted(file: Path) -> Path:
-    """The folder of what OpenVINO makes of a GGUF file, which a draft model must be; made where it is not there."""
+    """The folder of a GGUF file in OpenVINO's format, which a draft model must have; made if it does not exist."""
     folder = file.with_name(f"{file.stem}-openvino-{openvino_genai.__version__}")
     if not folder.exists():
         with tempfile.TemporaryDirectory(dir=file.parent) as scratch:
@@ -56,7 +56,7 @@ def converted(file: Path) -> Path:
 
 
 def set_all(settings: Any, values: dict[str, Any]) -> Any:
-    """Sets attributes by name, those that there are, and returns what has them."""
+    """Sets attributes by name, and returns the object; exits if it lacks one."""
     for name, value in values.items():
         if not hasattr(settings, name):
             raise SystemExit(f"{type(settings).__name__} has no parameter '{name}'")
@@ -65,7 +65,7 @@ def set_all(settings: Any, values: dict[str, Any]) -> Any:
 
 
 class Streamer(openvino_genai.StreamerBase):
-    """Sends what each pass gives: OpenVINO hands its tokens over once a pass, and does not tell what it drafted."""
+    """Sends the tokens of each pass: OpenVINO delivers them once a pass, and does not report what it drafted."""
 
     def __init__(self, send: Send):
         super().__init__()
@@ -73,7 +73,7 @@ class Streamer(openvino_genai.StreamerBase):
         self.failed: Exception | None = None
 
     def write(self, token: int | list[int]) -> Any:
-        """Takes the tokens of a pass."""
+        """Receives the tokens of a pass."""
         tokens = token if isinstance(token, list) else [token]
         self.sent += len(tokens)
         try:
@@ -88,11 +88,11 @@ class Streamer(openvino_genai.StreamerBase):
 
 
 class Decoder:
-    """What the server decodes with. Of its settings `generation` is of every answer; see `pipeline` for the others."""
+    """Decodes for the server. The setting `generation` applies to every answer; see `pipeline` for the others."""
 
     def __init__(self, settings: dict[str, Any]):
         self.generation = settings["generation"]
-        set_all(openvino_genai.GenerationConfig(), self.generation)  # before an answer waits for it
+        set_all(openvino_genai.GenerationConfig(), self.generation)  # fails here, not at the first answer
         self.pipeline = pipeline(settings)
 
     def __call__(self, completion: Completion, send: Send) -> str:

@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
     import torch
 
-LEAST_BUFFER_BYTES = {"cpu": 2**28, "cuda": 2**30}  # so much that starting a pass is small beside it
-# Sums between two marks in time. On a GPU one takes as little as 0.2 ms, its start on an idle stream up to a tenth of
-# that: the others start while it runs.
+LEAST_BUFFER_BYTES = {"cpu": 2**28, "cuda": 2**30}  # makes the start of a pass negligible
+# Sums between two timestamps. On a GPU one takes as little as 0.2 ms, its launch on an idle stream up to a tenth of
+# that: the other launches overlap with it.
 SUMS = {"cpu": 1, "cuda": 16}
-UNKNOWN_CACHE_BYTES = 2**30  # where the system does not tell: no processor of one socket has much more
+UNKNOWN_CACHE_BYTES = 2**30  # if the system does not report it: no processor of one socket has much more
 COLUMNS = 1024  # of the matrix that a product reads to measure the bandwidth
 PASSES = 7
 
@@ -27,9 +27,9 @@ def bandwidth(device: torch.device) -> float:
     """Bytes per second at which the memory of `device` is read: the ceiling of work that is bound by it.
 
     The median over passes that each read a large buffer of float32 numbers, once or several times, after a warm-up,
-    with the threads torch has now. A sum reads every byte once, writes nothing, and of torch's operations is closest to
-    what the memory gives. On a CPU a product by the kernel of our own reads several streams side by side: the faster of
-    the two counts. The type of the weights plays no part. Weights that fit into a cache can be read faster.
+    with torch's current threads. A sum reads every byte once, writes nothing, and of torch's operations comes closest
+    to the memory's limit. On a CPU a product by our own kernel reads several streams in parallel: the faster of the two
+    counts. The dtype of the weights does not matter. Weights that fit into a cache can be read faster.
     """
     import torch
 
@@ -52,7 +52,7 @@ def bandwidth(device: torch.device) -> float:
 
 
 def seconds_of(device: torch.device, work: Callable[[], object], times: int) -> float:
-    """Seconds that some work takes a device, done so many times in a row."""
+    """Seconds that a device takes for some work, done `times` times in a row."""
     from specbench.decoding.trace import Clock
 
     clock = Clock(device)
@@ -78,7 +78,7 @@ def buffer_bytes(kind: str) -> int:
 
 
 def last_level_cache_bytes(folder: Path = Path("/sys/devices/system/cpu")) -> int:
-    """Bytes of all level 3 caches of this machine together; a safe guess where the system does not report them."""
+    """Bytes of all level 3 caches of this machine together; a safe guess if the system does not report them."""
     sizes = {}
     for cache in folder.glob("cpu[0-9]*/cache/index3"):
         match = re.fullmatch(r"(\d+)([KM])", (cache / "size").read_text().strip())

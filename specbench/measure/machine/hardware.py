@@ -35,14 +35,14 @@ def machine() -> dict:
 
 
 def processor(device: torch.device) -> str:
-    """The name of what computes: of the GPU that a "cuda" device is, else of the processor."""
+    """The name of the GPU if the device is "cuda", else of the processor."""
     import torch
 
     return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_model()
 
 
 def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """The name of the processor; of an Arm one, which has none there, the numbers of its maker and design."""
+    """The name of the processor; Arm reports none: the numbers of its implementer, part and variant."""
     text = cpuinfo.read_text() if cpuinfo.exists() else ""
     facts = dict(re.findall(r"^([^:\n]*\S)\s*:[^\S\n]*(.+)$", text, re.MULTILINE))
     if "model name" in facts:
@@ -52,7 +52,7 @@ def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def gpus(fields: Sequence[str] = GPU_FIELDS, device: torch.device | None = None) -> list[dict[str, str]]:
-    """The fields that nvidia-smi reports of a device, None: of each GPU (MiB, MHz, W, degrees Celsius); [] without."""
+    """nvidia-smi's fields of a device, or of each GPU if it is None (MiB, MHz, W, degrees Celsius); [] without any."""
     if shutil.which("nvidia-smi") is None:
         return []
     query = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
@@ -80,7 +80,7 @@ def threads() -> dict:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Makes `peak_memory` count anew from now on."""
+    """Resets what `peak_memory` returns."""
     import torch
 
     if device.type == "cuda":
@@ -90,7 +90,7 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """The most bytes in use since `reset_peak_memory`; None where the system does not count them.
+    """The most bytes in use since `reset_peak_memory`; None if the system does not count them.
 
     On a GPU those allocated, else the resident memory of this process, models included.
     """

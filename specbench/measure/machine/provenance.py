@@ -46,7 +46,7 @@ ENVIRONMENT = (
     *("NVIDIA_TF32_OVERRIDE", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"),
 )
 
-# What must be equal for two runs to be compared, and for one to go on: dotted names, each with all below it.
+# What must be equal for two runs to be compared, and for one to resume: dotted names, each with all below it.
 COMPARABLE = (
     *("source_sha256", "versions", "machine", "threads", "environment", "questions.sha256", "weights.target"),
     *("weights.engine.target", "config.engine.python"),
@@ -106,9 +106,9 @@ def collect(config: Any, drafter: Mapping, questions_file: Path) -> dict:
 
 
 def record(path: Path, provenance: dict) -> None:
-    """Writes the provenance of a run; in one that goes on, checks instead that nothing has changed since it began.
+    """Writes the provenance of a run; if it is resumed, checks instead that nothing has changed since it began.
 
-    Raises UserError naming what has: half a run from another machine is no measurement.
+    Raises UserError with the changes: half a run from another machine is no measurement.
     """
     if not path.exists():
         write_json(path, provenance)
@@ -125,8 +125,8 @@ def record(path: Path, provenance: dict) -> None:
 def differences(first: dict, second: dict, names: Sequence[str] = COMPARABLE) -> list[str]:
     """Why two runs are not comparable, each as "versions.torch 2.11 against 2.13"; [] if they are.
 
-    Weights of which one of them had no file, such as of a model that was not fetched then, are no difference: a run
-    has all that it reads.
+    Weights for which one run had no file, such as a model that was not fetched then, are no difference: a run has all
+    that it reads.
     """
     absent = tuple(
         f"weights.{name}."
@@ -147,7 +147,7 @@ def differences(first: dict, second: dict, names: Sequence[str] = COMPARABLE) ->
 
 
 def _shown(key: str, value: object) -> str:
-    """The beginning of a value, of a digest as much as tells two apart."""
+    """The beginning of a value; of a digest, its first 8 digits."""
     return str(value)[: 8 if key.endswith("sha256") else 40]
 
 
@@ -188,7 +188,7 @@ def git_state(root: Path) -> dict | None:
 def weights(pair: Mapping, method: Mapping, engine: Mapping | None = None) -> dict[str, dict]:
     """The weights of a pair, a method and an engine: where from, and checksums of the files on disk.
 
-    Of a model of the hub: its id, the revision asked for, and the commit that the local cache has of it.
+    For a model of the hub: its id, the requested revision, and the commit in the local cache.
 
     Args:
         pair: its configuration.
@@ -219,12 +219,12 @@ def weights(pair: Mapping, method: Mapping, engine: Mapping | None = None) -> di
 
 
 def trained(pair: Mapping, drafting: Mapping, with_draft: bool) -> dict[str, dict]:
-    """What text the parts saw that a drafter is made of, as the record in their folders tells.
+    """The text that a drafter's parts were trained on, from the records in their folders.
 
     Args:
-        pair: its configuration, with the draft model that the drafter takes.
+        pair: its configuration, with the draft model that the drafter uses.
         drafting: settings of the drafter, those of a wrapped one included.
-        with_draft: whether it takes the draft model.
+        with_draft: whether it uses the draft model.
 
     Returns:
         Records by "draft", or by the name of the setting that names the part; without those that have none.
@@ -240,7 +240,7 @@ def trained(pair: Mapping, drafting: Mapping, with_draft: bool) -> dict[str, dic
 
 
 def trained_weights(drafting: Mapping) -> dict[str, dict]:
-    """How large the trained weights of a drafter are, and in which form, as their files say.
+    """Size and form of a drafter's trained weights, from their files.
 
     Args:
         drafting: settings of the drafter, those of a wrapped one included.
@@ -248,7 +248,7 @@ def trained_weights(drafting: Mapping) -> dict[str, dict]:
     Returns:
         By the name of the setting that names a folder with safetensors: `source`; `parameters`, how many
         floating-point numbers are in them; `shared_head`, whether draft tokens are scored by the target's own head
-        (`original_lm_head` of config.json; None: it does not say).
+        (`original_lm_head` of config.json; None: unknown).
     """
     by_setting = {}
     for name, value in _paths(drafting):
@@ -274,7 +274,7 @@ def _paths(drafting: Mapping) -> Iterator[tuple[str, str]]:
 
 
 def _floats(file: Path) -> int:
-    """How many floating-point numbers a safetensors file holds, by its header."""
+    """Number of floating-point numbers in a safetensors file, from its header."""
     with safe_open(file, "numpy") as tensors:
         slices = [tensors.get_slice(name) for name in tensors.keys()]  # noqa: SIM118 - no dictionary
         return sum(math.prod(one.get_shape()) for one in slices if "F" in one.get_dtype())

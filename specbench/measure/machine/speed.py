@@ -1,7 +1,7 @@
 """What the machine can do now, and the best that it has shown: short probes before, between and after the questions.
 
-A processor has phases: shared or throttled it may run at half its speed for hours. That shifts arithmetic against
-overhead, so speedups shift, too, and no repeat within the phase shows it. Probes do.
+A processor has phases: shared or throttled, it may run at half its speed for hours. That changes the ratio of
+arithmetic to overhead, and with it speedups; repeats within the phase do not show it. Probes do.
 
 torch is imported where it is needed: a report reads the figures without it.
 """
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _warn = cache(warn)  # once in a process
 
-Figures = dict[str, float]  # by the names of NAMES; of all of them more is faster
+Figures = dict[str, float]  # keyed by NAMES; higher is faster
 
 BANDWIDTH, PRODUCT, OPERATIONS = (
     "bandwidth_bytes_per_second",
@@ -55,10 +55,10 @@ OPERATIONS_TIMED = {"cpu": 200, "cuda": 1000}
 
 
 def probe(device: torch.device) -> Figures:
-    """Measures what the machine can do now, with the threads that torch has now, in a tenth of a second or so.
+    """Measures the machine's current speed, with torch's current threads, in about a tenth of a second.
 
     Args:
-        device: whose memory and arithmetic are meant.
+        device: whose memory and arithmetic are measured.
 
     Returns:
         Bytes per second read by sums over a buffer that no cache holds; floating-point operations per second of a
@@ -87,14 +87,14 @@ def probe(device: torch.device) -> Figures:
 
 
 def _buffer_bytes(kind: str) -> int:
-    """On a CPU twice its caches, within bounds: read in order, no part of it is still in them."""
+    """On a CPU twice its caches, within bounds: read in order, no part of it is still cached."""
     if kind != "cpu":
         return GPU_BYTES
     return min(max(LEAST_BYTES, 2 * bandwidth.last_level_cache_bytes()), MOST_BYTES)
 
 
 def machine_key(device: torch.device) -> str:
-    """What figures of two probes must share to be compared: processor, cores, threads, torch, GPU."""
+    """Key that two probes must share to be compared: processor, cores, threads, torch, GPU."""
     import torch
 
     threads = torch.get_num_threads()
@@ -104,18 +104,18 @@ def machine_key(device: torch.device) -> str:
         f"{threads} thread{'s' if threads > 1 else ''}",
         f"torch {torch.__version__}",
     ]
-    if device.type == "cuda":  # older figures are of a part of the buffer, which its cache held
+    if device.type == "cuda":  # older figures read a part of the buffer, which its cache held
         parts += [torch.cuda.get_device_name(device), f"sums over {GPU_BYTES >> 20} MiB"]
     return ", ".join(parts)
 
 
 def below(figures: Figures, best: Figures) -> Figures:
-    """By figure, the share by which it lies below the best; 0 where it does not."""
+    """By figure, the share by which it is below the best, at least 0."""
     return {name: max(0.0, 1 - figures[name] / best[name]) for name in NAMES}
 
 
 def slow(shares: Figures) -> Figures:
-    """Those of the shares that make a machine slow."""
+    """The shares that make a machine slow."""
     return {name: share for name, share in shares.items() if share > SLOW}
 
 
@@ -123,7 +123,7 @@ class Probes:
     """The probes of one process, and the best that its machine has shown.
 
     Attributes:
-        machine: what they are compared by.
+        machine: see `machine_key`.
         best: by figure, of all runs with these threads on this machine so far.
 
     Args:
@@ -146,11 +146,11 @@ class Probes:
         return figures
 
     def is_due(self) -> bool:
-        """Whether the last one is long ago."""
+        """Whether the next probe is due."""
         return time.monotonic() - self._taken >= SECONDS_BETWEEN
 
     def collect(self) -> list[Figures]:
-        """The figures since it was called last, in order."""
+        """The figures since the last call, in order."""
         waiting, self._waiting = self._waiting, []
         return waiting
 
@@ -159,14 +159,14 @@ class Probes:
 
 
 def best_file() -> Path:
-    """Where it is kept: in $SPECBENCH_CACHE, or in the folder specbench of $XDG_CACHE_HOME or ~/.cache."""
+    """The file of these: in $SPECBENCH_CACHE, or in the folder specbench of $XDG_CACHE_HOME or ~/.cache."""
     return cache_folder() / "machine.json"
 
 
 def remember(machine: str, figures: Figures) -> Figures:
-    """Adds figures to what is known of a machine; of each the highest is kept, since disturbance only ever lowers one.
+    """Updates a machine's best figures: the highest of each is kept, since disturbance only ever lowers one.
 
-    Where the file cannot be written a line says so, and nothing is kept.
+    If the file cannot be written, warns and keeps nothing.
 
     Args:
         machine: see `machine_key`.
@@ -192,7 +192,7 @@ def remember(machine: str, figures: Figures) -> Figures:
 
 
 def _read(path: Path) -> dict[str, Figures]:
-    """Figures by machine; {} where there is no file, or none that can be read, which a line says."""
+    """Figures by machine; {} if there is no file or, with a warning, if it is damaged."""
     if not path.exists():
         return {}
     try:

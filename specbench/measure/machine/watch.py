@@ -1,7 +1,7 @@
 """What else runs on the machine while it measures: read from the kernel's counters between two slices of an arm.
 
-A slice is *disturbed* where this process had to wait for a core, or others computed beside it. Whether it was is judged
-by these counters, never by how long the slice took.
+A slice is *disturbed* if this process had to wait for a core, or if others used its cores. These counters decide that,
+never the duration of the slice.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class Watch:
 
     - seconds: on the wall.
     - waited: its threads were ready and had no core; the mean over `threads`.
-    - stolen: the hypervisor gave the cores to other guests; the mean over as many cores as compute, for an idle one
+    - stolen: the hypervisor gave the cores to other guests; the mean over as many cores as compute, since an idle one
       loses nothing.
-    - throttled: its control group, or one around it, had used up its share of CPU time; likewise, as the kernel adds up
-      the cores'.
-    - others: CPU time of all other processes on these cores; those of its children are its own.
-    - switches: times that a thread had to give way before it was done.
-    - throttlings (`heat`): times that one of the cores was slowed for its heat.
+    - throttled: its control group, or one around it, had used up its share of CPU time; likewise a mean, since the
+      kernel sums over the cores.
+    - others: CPU time of all other processes on these cores; its children count as its own.
+    - switches: involuntary context switches.
+    - throttlings (`heat`): times that one of the cores was throttled for heat.
 
     Args:
         threads: that this process computes with.
@@ -62,15 +62,15 @@ class Watch:
         self._heat = [core / heat for core in cores if (core / heat).exists()]
         self._clocks = [core / clocks for core in cores if (core / clocks).exists()]
         self._children: list[psutil.Process] = []
-        # By thread and child; what one that has ended had counted stays.
+        # By thread and by child; counts of ended ones are kept.
         self._waited_by: dict[str, int] = {}
         self._spent_by: dict[int, float] = {}
 
     def find_children(self, ports: Collection[int] = ()) -> None:
-        """Looks for child processes, whose CPU time is not that of others, and for servers here. Takes milliseconds.
+        """Finds child processes and local servers, whose CPU time is not that of others. Takes milliseconds.
 
         Args:
-            ports: that servers which are measured, and are no children, listen at on this machine.
+            ports: local ports of measured servers that are no children.
         """
         self._children = psutil.Process().children(recursive=True)
         if ports:
@@ -101,20 +101,20 @@ class Watch:
         return counters
 
     def heat(self) -> Counters:
-        """The counter of throttlings now; apart from `read`, as it is a file per core, too much for every slice."""
+        """The current count of throttlings; not in `read`, as a file per core is too much for every slice."""
         return {"throttlings": sum(int(file.read_text()) for file in self._heat)} if self._heat else {}
 
     def clock_mhz(self) -> float | None:
-        """The mean frequency of our cores now; None where the system does not tell."""
+        """The mean frequency of our cores now; None if the system does not report it."""
         if not self._clocks:
             return None
         return sum(int(file.read_text()) for file in self._clocks) / len(self._clocks) / 1e3
 
     def disturbance(self, counted: Counters) -> float:
-        """How much others disturbed a slice, in units of what is still taken for undisturbed.
+        """How much others disturbed a slice, relative to the tolerated amount: above 1 it is disturbed.
 
-        `others` is counted in ticks, of which each of our threads may have one too few or too many. With more threads
-        than cores, or than a quota gives, waiting is this process's own doing and does not count.
+        `others` is counted in ticks, with an error of one for each of our threads. With more threads than cores, or
+        than a quota allows, waiting is this process's own doing and does not count.
         """
         seconds = counted["seconds"]
         if seconds <= 0:
@@ -169,7 +169,7 @@ class Watch:
         return sum(self._waited_by.values()) / 1e9 if self._waited_by else None
 
     def _cpu_seconds(self) -> tuple[float, float] | None:
-        """Seconds that our cores were busy, and that they were stolen (proc(5)); None where they are not counted."""
+        """Seconds that our cores were busy, and that they were stolen (proc(5)); None if they are not counted."""
         if not self._stat.exists():
             return None
         busy = stolen = 0
@@ -192,18 +192,18 @@ class Watch:
 
 
 def between(before: Counters, after: Counters) -> Counters:
-    """What was counted between two readings."""
+    """The counts between two readings."""
     return {name: after[name] - before[name] for name in after if name in before}
 
 
 def added(readings: Sequence[Counters]) -> Counters:
-    """The sums over several readings, of what all of them have."""
+    """The sums over several readings of the counters that all of them have."""
     names = set.intersection(*(set(reading) for reading in readings)) if readings else set()
     return {name: sum(reading[name] for reading in readings) for name in sorted(names)}
 
 
 def _throttled(file: Path) -> float | None:
-    """Seconds that a control group was throttled, summed over the cores; None where they are not counted."""
+    """Seconds that a control group was throttled, summed over the cores; None if they are not counted."""
     match = re.search(r"throttled_(usec|time) (\d+)", file.read_text())  # us, or in the old kind of groups ns
     return int(match[2]) / (1e6 if match[1] == "usec" else 1e9) if match else None
 

@@ -21,7 +21,7 @@ STRETCHES = {
 
 
 def acceptance_length(rounds: pd.DataFrame) -> float | None:
-    """Tokens emitted by draft-verify rounds per target pass of theirs, bonus token included, prefill not."""
+    """Tokens emitted by draft-verify rounds per target pass, bonus token included, prefill excluded."""
     return ratio(rounds["emitted"].sum(), len(rounds))
 
 
@@ -37,7 +37,7 @@ def accepted_per_verified(rounds: pd.DataFrame) -> float | None:
 
 
 def acceptance_rate(rounds: pd.DataFrame) -> float | None:
-    """Accepted / drafted tokens; None for a method that never drafted, or where drafts were not counted."""
+    """Accepted / drafted tokens; None for a method that never drafted, or if drafts were not counted."""
     return ratio(rounds["accepted"].sum(), rounds["drafted"].sum(skipna=False))
 
 
@@ -46,7 +46,7 @@ def acceptance_at_positions(rounds: pd.DataFrame, conditional: bool = False) -> 
 
     Args:
         rounds: of one arm.
-        conditional: of the rounds that judged a position, see `judged_positions`; else of all that drafted so far.
+        conditional: of the rounds that judged a position, see `judged_positions`; else of all that drafted it.
     """
     depth, accepted = rounds["depth"].to_numpy(), rounds["accepted"].to_numpy()
     judged = judged_positions(rounds)
@@ -57,14 +57,14 @@ def acceptance_at_positions(rounds: pd.DataFrame, conditional: bool = False) -> 
 
 
 def judged_positions(rounds: pd.DataFrame) -> list[int]:
-    """How many rounds judged each draft position: all before it was accepted, and no stop token was.
+    """Number of rounds that judged each draft position: all before it was accepted, and no stop token was.
 
-    Of none, where it is not known how long drafts were.
+    [] if the lengths of drafts are unknown.
     """
     depth, accepted, emitted = (rounds[name].to_numpy() for name in ("depth", "accepted", "emitted"))
     if np.isnan(depth).any():
         return []
-    stopped = emitted == accepted  # the answer ended inside the draft: there was no token of the target's own
+    stopped = emitted == accepted  # the answer ended inside the draft: there was no bonus token
     return [
         int(((depth > position) & (accepted >= position) & ~(stopped & (accepted == position))).sum())
         for position in range(int(depth.max(initial=0)))
@@ -72,16 +72,16 @@ def judged_positions(rounds: pd.DataFrame) -> list[int]:
 
 
 def acceptance_over(rounds: pd.DataFrame, name: str) -> list[float | None]:
-    """Acceptance length of the rounds that began in each of the `STRETCHES` of a name, up to that of the last one.
+    """Acceptance length of the rounds that began in each stretch of `STRETCHES[name]`, up to the last with rounds.
 
-    None in a stretch where no round began.
+    None for a stretch in which no round began.
     """
     emitted = np.bincount(_stretches(rounds, name), weights=rounds["emitted"])
     return [ratio(tokens, count) for tokens, count in zip(emitted, rounds_over(rounds, name))]
 
 
 def rounds_over(rounds: pd.DataFrame, name: str) -> list[int]:
-    """How many rounds `acceptance_over` rests on."""
+    """Number of rounds behind each `acceptance_over`."""
     return np.bincount(_stretches(rounds, name)).tolist()
 
 
@@ -96,10 +96,10 @@ def sequences_per_pass(rounds: pd.DataFrame) -> float | None:
 
 
 def changed_drafts(rounds: pd.DataFrame) -> int | None:
-    """Questions whose rounds were not the same in all repeats of one process; None where none has several.
+    """Number of questions whose rounds differ between repeats of one process; None if none has several repeats.
 
-    A drafter forgets an answer before it is repeated: where drafting is greedy, other drafts are made of something that
-    it has kept, or of arithmetic that is not the same twice.
+    A drafter forgets an answer before it is repeated: if drafting is greedy, other drafts come from something that it
+    has kept, or from arithmetic that is not deterministic.
     """
     answer = ["process", "question_id", "turn"]
     answers = rounds.groupby([*answer, "repeat"])[["drafted", "accepted"]].agg(tuple)
@@ -111,7 +111,7 @@ def changed_drafts(rounds: pd.DataFrame) -> int | None:
 
 
 def occupancy(rounds: pd.DataFrame, batch_size: int) -> float | None:
-    """Sequences that ran / slots that there were."""
+    """Sequences that ran / slots that were available."""
     sequences = sequences_per_pass(rounds)
     return None if sequences is None else sequences / batch_size
 
@@ -119,7 +119,7 @@ def occupancy(rounds: pd.DataFrame, batch_size: int) -> float | None:
 def mbsu(rounds: pd.DataFrame, target_pass_bytes: int | None) -> float | None:
     """Memory-bound speedup: tokens emitted x bytes of one target pass / bytes of weights really read.
 
-    What the speedup would be if time were nothing but reading weights (Goel et al. 2024, arXiv 2403.00858).
+    The speedup if all time were spent reading weights (Goel et al. 2024, arXiv 2403.00858).
     For a draft length gamma and a draft model of c times the target's bytes it is acceptance_length / (1 + c
     * gamma).
     """
@@ -130,9 +130,9 @@ def mbsu(rounds: pd.DataFrame, target_pass_bytes: int | None) -> float | None:
 
 
 def mbsu_parts(rounds: pd.DataFrame, target_pass_bytes: int) -> pd.DataFrame:
-    """Of each round the bytes that autoregressive decoding reads for its tokens (`above`), and those it read (`below`).
+    """Bytes that autoregressive decoding reads for each round's tokens (`above`), and that the round read (`below`).
 
-    The sequences of a batch share what a pass reads; so do those of the batch of autoregressive decoding beside it.
+    The sequences of a batch share what a pass reads, also in autoregressive decoding.
     """
     emitted, read = rounds["emitted"], rounds["draft_bytes"] + rounds["target_bytes"]
     above, below = emitted * target_pass_bytes / rounds["sequences"], read / rounds["sequences"]

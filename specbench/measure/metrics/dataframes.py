@@ -25,7 +25,7 @@ STEP_COLUMNS = {
     "align_seconds": "float64",
     "stats": "object",
 }
-UNTOLD = ("drafted", "depth")  # by some engines
+UNTOLD = ("drafted", "depth")  # not reported by some engines
 KEYS = {
     "question_id": "int64",
     "task": "str",
@@ -36,7 +36,7 @@ KEYS = {
     "repeat": "int32",
     "process": "int32",
 }
-# Of a round: its number in its answer, from 0, and the new tokens, and all tokens, that there were before it.
+# Of a round: its number in its answer, from 0; the number of new tokens, and of all tokens, before it.
 PLACE_COLUMNS = {"step": "int32", "place": "int32", "context": "int32"}
 # New tokens, and seconds as in decoding.trace.Generation.
 GENERATION_COLUMNS = {"tokens": "int64", "prefill_seconds": "float64", "seconds": "float64"}
@@ -55,14 +55,14 @@ def generations_frame(records: list[dict]) -> pd.DataFrame:
 def steps_frame(records: list[dict]) -> pd.DataFrame:
     """One row per round of every generation: KEYS, PLACE_COLUMNS, STEP_COLUMNS.
 
-    Counts of drafts that another engine does not tell are NaN, and their columns then float64.
+    Counts of drafts that an engine does not report are NaN, and their columns then float64.
     """
     rows: list[tuple] = []
     for keys, turn, generation in _generations(records):
         # Older runs have one number for all arms.
         prompt = generation.get("prompt_tokens", turn["prompt_tokens"])
         steps = generation["steps"]
-        # New tokens that there were before each round; the first of an answer comes from the prefill.
+        # New tokens before each round; the first of an answer comes from the prefill.
         places = accumulate(steps["emitted"], initial=1)
         rounds = zip(places, zip(*(steps[name] for name in STEP_COLUMNS), strict=True))
         rows += [(*keys, i, place, prompt + place, *values) for i, (place, values) in enumerate(rounds)]
@@ -73,7 +73,7 @@ def steps_frame(records: list[dict]) -> pd.DataFrame:
 
 
 def stat(rounds: pd.DataFrame, name: str) -> pd.Series:
-    """One of the numbers that a method keeps of its rounds, see `Draft.stats`; None where a round has none."""
+    """One of a method's own numbers of its rounds, see `Draft.stats`; None for a round without it."""
     return rounds["stats"].map(lambda stats: stats.get(name) if stats else None).astype(object)
 
 

@@ -1,4 +1,4 @@
-"""The first and the last third of a run's questions apart, where a method learns from one answer to the next."""
+"""Numbers of the first and last third of a run's questions, for a method that learns from answer to answer."""
 
 from __future__ import annotations
 

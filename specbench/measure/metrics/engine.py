@@ -23,7 +23,7 @@ MOMENTS = ("surprise", "variance", "third", "blurred_surprise", "blurred_varianc
 
 
 def engine_numbers(records: list[dict], generations: pd.DataFrame, facts: dict) -> dict | None:
-    """Name, version and faults of the engine, and what its plain arm did; None of this project's own.
+    """Name, version and faults of the engine, and numbers of its plain arm; None for this project's own.
 
     - again: the plain arm's second answer as if it were a method: speedup, low and high are noise.
     - again_equivalence: verdicts on it.
@@ -31,7 +31,7 @@ def engine_numbers(records: list[dict], generations: pd.DataFrame, facts: dict) 
 
     Args:
         records: of the journal, failed questions included.
-        generations: the answers of the others, as `generations_frame` gives them.
+        generations: the answers of the others, as from `generations_frame`.
         facts: of the run.
     """
     engine = facts.get("engine")
@@ -48,12 +48,12 @@ def engine_numbers(records: list[dict], generations: pd.DataFrame, facts: dict) 
 
 
 def likelihoods(records: list[dict]) -> dict[str, dict]:
-    """By arm, how likely the target finds the tokens that it drew; {} where answers are judged by their tokens.
+    """By arm, the likelihood of its drawn tokens under the target; {} if answers are judged by their tokens.
 
     - logprob: mean log p of a token.
-    - standard_errors: how many the tokens are less likely than drawn ones (negative), or likelier.
+    - standard_errors: by which the tokens are less likely than drawn ones (negative), or likelier.
     - rare_p: p value of the least likely tokens, as `rare_p` has it; None in older records.
-    - lean: how many the method's lean towards its drafts (positive), or away from them; None where no chain was drawn.
+    - lean: standard errors of the method's lean towards its drafts, or away (negative); None if no chain was drawn.
     """
     turns = (turn.get("likelihood") for record in records for turn in record["turns"])
     drawn = list(filter(None, turns))
@@ -77,10 +77,10 @@ def likelihoods(records: list[dict]) -> dict[str, dict]:
 
 
 def errors_of(likelihoods: Sequence[Mapping[str, float]]) -> float:
-    """As `standard_errors`, of answers whose likelihoods are given: how far off all of their tokens are.
+    """As `standard_errors`, over all tokens of the answers with these likelihoods.
 
-    Rounding may blur the distributions that they were drawn from by all of the noise, or by nothing. What lies between
-    the two expected sums is not off, everything else as far as from the nearer one.
+    Rounding may blur the distributions that they were drawn from by all of the noise, or by nothing. A sum between the
+    two expected sums counts as 0; any other is measured from the nearer one.
     """
     sums = {key: sum(one.get(key, 0.0) for one in likelihoods) for key in MOMENTS}  # older records lack some
     surprise, variance, third, *blurred = sums.values()
@@ -93,9 +93,9 @@ def errors_of(likelihoods: Sequence[Mapping[str, float]]) -> float:
 
 
 def rare_p(likelihoods: Sequence[Mapping[str, Any]]) -> float:
-    """How probable it is that drawn tokens have some as unlikely as the least likely ones of some answers.
+    """Probability that drawn tokens include some as unlikely as the least likely ones of these answers.
 
-    For each of the few least likely ones: that so many of all tokens are as unlikely, by the binomial distribution. The
+    For each of the few least likely ones: the binomial probability that as many of all tokens are as unlikely. The
     least of these p values counts.
 
     Args:
@@ -113,7 +113,7 @@ def rare_p(likelihoods: Sequence[Mapping[str, Any]]) -> float:
 
 
 def is_off(errors: float, rare: float | None, lean: float | None = None) -> bool:
-    """Whether tokens are not drawn as the target draws them; NaN, of logits that are none, is no approval.
+    """Whether tokens are not drawn from the target's distributions; True for NaN, from invalid logits.
 
     Args:
         errors: standard errors off.
@@ -124,11 +124,11 @@ def is_off(errors: float, rare: float | None, lean: float | None = None) -> bool
 
 
 def standard_errors(surprise: float, variance: float, third: float = 0.0) -> float:
-    """How many standard errors tokens are less likely than drawn ones (negative), or likelier.
+    """Standard errors by which tokens are less likely than drawn ones (negative), or likelier.
 
-    The sum is skewed: of few tokens, or at a low temperature, one unlikely token moves it far. So what is given is the
-    distance at which a normal distribution is as rare as a Pearson type III with the sum's own three moments is there.
-    On its short side that curve ends before the sum does: there the normal distribution, which reaches further, judges.
+    The sum is skewed: of few tokens, or at a low temperature, one unlikely token moves it far. The result is therefore
+    the distance at which a normal distribution is as rare as a Pearson type III with the sum's own three moments is at
+    the sum. On its short side that curve ends before the sum does: there the normal distribution is used.
 
     Args:
         surprise: the sum.

@@ -1,4 +1,4 @@
-"""What others did on the machine while a run was measured, and how fast it was, from the journal records."""
+"""Load by other processes while a run was measured, and the machine's speed, from the journal records."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from specbench.measure.metrics.acceptance import ratio
 
 
 def machine(records: list[dict]) -> dict[str, float | int | None]:
-    """What others did on the machine meanwhile; None for what cannot be counted here, {} for older folders.
+    """Load by other processes during a run; None for what cannot be counted here, {} for older folders.
 
-    - disturbed_share: of all arms' time, that of slices which others disturbed, as measured at first.
-    - still_disturbed_share: the same of what was kept after measuring again.
-    - measured_again: turns that were.
+    - disturbed_share: share of all arms' time in slices that others disturbed, in first attempts.
+    - still_disturbed_share: the same for the times that were kept after measuring again.
+    - measured_again: number of turns that were.
     - others_cores: cores that other processes computed on, on average.
     - waited_share, stolen_share, throttled_share: seconds per second in which a thread had no core.
-    - switches_per_second: of a thread that had to give way; throttlings_per_second: of a core that was too hot.
+    - switches_per_second: involuntary context switches; throttlings_per_second: of cores, for heat.
     - clock_mhz_low, clock_mhz_high: the mean frequency of the cores, read after each turn; likewise the GPUs' clocks,
       watts and degrees Celsius.
     """
@@ -43,7 +43,7 @@ def machine(records: list[dict]) -> dict[str, float | int | None]:
         return sum(one["counters"][name] for one in watched) / seconds if is_counted else None
 
     def gpus(field: str) -> list[float]:
-        """What the driver told of the GPU; of an unknown number it says so in words."""
+        """The driver's readings of the GPU; skips unknown ones, which are words."""
         readings = [gpu[field] for one in watched for gpu in one.get("gpus", [])]
         return [float(text) for text in readings if re.fullmatch(r"\d+(\.\d+)?", text)]
 
@@ -68,12 +68,12 @@ def machine(records: list[dict]) -> dict[str, float | int | None]:
 def speed(records: list[dict], facts: dict) -> dict | None:
     """How fast the machine was, by the probes of a run; None for older folders, which have none.
 
-    - machine: what it shares with other runs that it can be compared with; see `speed.machine_key`.
-    - probes: how many.
+    - machine: the key of runs that can be compared; see `speed.machine_key`.
+    - probes: their number.
     - first, last, worst, median: of the probes, by figure.
     - best: by figure, the highest that the machine had shown, this run included.
-    - below: by figure, the share by which the worst lies below the best.
-    - changed: by figure, the share by which it lies below the run's own highest.
+    - below: by figure, the share by which the worst is below the best.
+    - changed: by figure, the share by which it is below the run's own highest.
 
     Args:
         records: of the journal, in its order.

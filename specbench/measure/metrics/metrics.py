@@ -55,8 +55,8 @@ class MetricInput:
 
     Attributes:
         records: of the journal.
-        generations: their answers of all arms, as `generations_frame` gives them.
-        steps: their rounds of all arms, as `steps_frame` gives them.
+        generations: their answers of all arms, as returned by `generations_frame`.
+        steps: their rounds of all arms, as returned by `steps_frame`.
         facts: of the run, as `facts.json` holds them.
         reference: the arm that speedups are against.
         spec: the run.
@@ -91,12 +91,12 @@ class MetricInput:
 
     @cached_property
     def turns(self) -> pd.DataFrame:
-        """Means over the repeats, as `turn_means` gives them."""
+        """Means over the repeats, as returned by `turn_means`."""
         return turn_means(self.generations)
 
     @cached_property
     def seconds(self) -> pd.DataFrame:
-        """What the speedup is made of, per question."""
+        """`paired_seconds` per question."""
         return paired_seconds(self.turns, self.reference)
 
     @cached_property
@@ -111,7 +111,7 @@ class MetricInput:
 
 
 def alignment_share(measured: MetricInput) -> float | None:
-    """Of all seconds of a batch method, those spent on alignment in memory."""
+    """Share of a batch method's seconds that was spent on alignment in memory."""
     return ratio(measured.rounds["align_seconds"].sum(), measured.method["seconds"].sum())
 
 
@@ -123,7 +123,7 @@ def speedups(
     Args:
         generations: of all arms.
         reference: the arm that they are against.
-        unit: what has times of its own, "question" or "pool".
+        unit: what is timed, "question" or "pool".
         with_prefill: whether the prefills of both arms count.
     """
     passes = passes_seconds(generations, reference, with_prefill)
@@ -152,11 +152,11 @@ def ceiling_rate(rounds: pd.DataFrame, facts: dict) -> float | None:
     """Tokens per second if each pass did nothing but read the target's weights, for a token of each of its sequences.
 
     Args:
-        rounds: of one arm. In a batch they tell how many sequences share a pass.
+        rounds: of one arm. In a batch they show how many sequences share a pass.
         facts: of the run.
 
     Returns:
-        None where that is not known, as of batches of another engine, or of transformers' generate.
+        None if unknown, as for batches of another engine, or of transformers' generate.
     """
     bandwidth, read = facts["bandwidth_bytes_per_second"], facts["target_pass_bytes"]
     sequences: float | None = 1.0
@@ -175,7 +175,7 @@ def bandwidth_fraction(answers: pd.DataFrame, ceiling: float | None) -> float | 
     Args:
         answers: of one arm: columns `tokens`, `seconds`, `prefill_seconds`. Where no prefill was timed, as of
             transformers' generate in older folders, they count whole, and the fraction is a lower bound.
-        ceiling: as `ceiling_rate` gives it.
+        ceiling: as returned by `ceiling_rate`.
     """
     if ceiling is None:
         return None
@@ -190,7 +190,7 @@ def bandwidth_fraction(answers: pd.DataFrame, ceiling: float | None) -> float | 
 def distinct_4grams(records: list[dict]) -> float | None:
     """Of all 4-grams in the baseline's answers, the share that does not occur earlier in the same answer.
 
-    An answer that repeats itself is easy to draft by look-up: a low share says that lengths are flattered.
+    An answer that repeats itself is easy to draft by look-up: a low share inflates acceptance lengths.
     """
     arm = BASELINE
     answers = {
@@ -206,7 +206,7 @@ def distinct_4grams(records: list[dict]) -> float | None:
 def equivalence(records: list[dict], key: str = "equivalence") -> dict:
     """Counts of the verdicts, each the worst of an answer's repeats.
 
-    `answers` were judged; where none was (sampling) the counts are None.
+    `answers`: number of judged answers; if 0 (sampling), the counts are None.
     """
     repeats_of: dict[tuple[int, int], list[dict]] = {}
     for record in records:
@@ -224,10 +224,10 @@ def equivalence(records: list[dict], key: str = "equivalence") -> dict:
 
 
 def ties(records: list[dict]) -> dict | None:
-    """Answers that rounding alone explains, and how many it should make; None where that was not worked out.
+    """Number of ties, and the number that rounding explains; None if that was not computed.
 
-    A lossy rule that departs from the target by less than rounding does makes ties, too: they are too many. Repeats of
-    an answer count once.
+    A lossy rule that departs from the target by less than rounding makes ties, too, but too many. Repeats of an answer
+    count once.
 
     - count: ties.
     - expected: the sum of the answers' chances.
@@ -253,10 +253,10 @@ class Metric(NamedTuple):
     """A number of a run.
 
     Attributes:
-        compute: gives it, None where it could not be measured.
+        compute: returns it, or None if it could not be measured.
         unit: of the runs that have it, "question" or "pool"; None: all have.
         timed: whether it compares seconds: some questions of a pool have none of their own, as rounds belong to all.
-        of_engines: whether other engines tell what it is made of.
+        of_engines: whether other engines report what it needs.
     """
 
     compute: Callable[[MetricInput], Any]
@@ -325,6 +325,6 @@ METRICS = {
 
 
 def numbers(measured: MetricInput, names: Iterable[str] = METRICS) -> dict[str, Any]:
-    """The metrics of these names, of what was measured; None for one that it cannot have."""
+    """The metrics with these names; None for one that `measured` cannot have."""
     chosen = {name: METRICS[name] for name in names}
     return {name: one.compute(measured) if one.is_of(measured) else None for name, one in chosen.items()}

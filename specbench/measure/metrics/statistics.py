@@ -1,6 +1,6 @@
 """How sure a speedup is: t-intervals on the jackknifed logarithm of a ratio.
 
-Over questions (batches: pools) such an interval tells how far the figure would move with other questions; over passes
+Over questions (batches: pools) such an interval shows how far the figure would move with other questions; over passes
 or processes, how far it would move if the same ones were measured again.
 """
 
@@ -26,8 +26,8 @@ Run = Sequence[Sequence[float]]  # the columns of `quotient`, [questions] or [ru
 class Speedup:
     """Sum of reference seconds / sum of method seconds, and the bounds of its 95 % interval.
 
-    The bounds are None of fewer than 6 questions, or 2 pools. `freedom` are the degrees of freedom of Student's t in
-    them; of a joined interval those that Welch and Satterthwaite give its parts together.
+    The bounds are None for fewer than 6 questions, or 2 pools. `freedom` are the degrees of freedom of their Student's
+    t; for a joined interval, by Welch and Satterthwaite.
     """
 
     value: float | None
@@ -53,14 +53,14 @@ def quotient(
     above / (below + decoding * (reference_tokens / tokens - 1))
 
     Args:
-        above: seconds of the reference, or what else is divided.
-        below: seconds of the method, or what else it is divided by.
+        above: seconds of the reference, or another numerator.
+        below: seconds of the method, or another denominator.
         decoding: those of the method's seconds in which it emitted `tokens`.
         reference_tokens: that the reference emitted in the same part of its answers.
         tokens: of the method.
 
     Returns:
-        No number, or none above 0, where there is no time, or no token of the method to scale by.
+        Not finite, or not above 0, if there is no time, or no token of the method to scale by.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         excess = np.where(np.equal(reference_tokens, tokens), 0.0, np.divide(reference_tokens, tokens) - 1)
@@ -76,18 +76,18 @@ def speedup(*run: Sequence[float], pools: Sequence | None = None, processes: Seq
 
     Args:
         run: the columns of `quotient`, [questions] each: seconds of the reference, seconds of the method, and more
-            where the lengths of their answers differ.
+            if the lengths of their answers differ.
         pools: for batches, [runs]: the pool of each run; the arrays are then the seconds of all questions that were
-            decoded together. What disturbs a run disturbs all its questions, and what is special about a pool all its
-            repeats: so the mean of a pool's repeats is dropped as a whole. Of one pool alone each repeat is, and the
-            interval covers timing noise only.
-        processes: where several measured, the columns of each. The interval over processes, as in `over_passes`, and
+            decoded together. A disturbance affects all questions of a run, and what is special about a pool all its
+            repeats: so the mean of a pool's repeats is dropped as a whole. With one pool alone each repeat is dropped,
+            and the interval covers timing noise only.
+        processes: if several measured, the columns of each. The interval over processes, as in `over_passes`, and
             that over questions are then joined: the squares of their half widths (of the logarithm) are added. Noise
             that both hold counts twice.
 
     Returns:
-        All None without any time; no interval of fewer than 6 questions or 2 pools (or repeats of one pool), or where
-        a single one holds all the time.
+        All None without any time; no interval for fewer than 6 questions or 2 pools (or repeats of one pool), or if a
+        single one holds all the time.
 
     Raises:
         ValueError: arrays that are not of one length.
@@ -99,7 +99,7 @@ def speedup(*run: Sequence[float], pools: Sequence | None = None, processes: Seq
 def over_passes(*run: Sequence[float]) -> Speedup:
     """Ratio of sums, with a t-interval over passes (or processes) on the same questions.
 
-    It tells how far the figure would move if the same questions were measured again, and says nothing of others.
+    It shows how far the figure would move if the same questions were measured again; others are not covered.
 
     Args:
         run: the columns of `quotient`, [passes] each, sums over all questions.
@@ -129,8 +129,8 @@ def ratio_of_means(
         second: as `first`.
         pools: as in `speedup`.
         processes: of each run of `first` and then of `second`, its columns [processes], the sums of each process. Their
-            jackknife variances are joined with that over questions, as in `speedup`, since a run's processes have
-            nothing to do with another's. A run of one process adds nothing: how far processes differ is not known.
+            jackknife variances are joined with that over questions, as in `speedup`, since processes of different runs
+            are independent. A run of one process adds nothing: how far processes differ is not known.
 
     Returns:
         As `speedup`.
@@ -172,8 +172,8 @@ def _jackknife(
         runs: the columns of `quotient`, [questions] each.
         statistic: ratios [n] of every run -> [n].
         pools: as in `speedup`.
-        between: of each run [columns, processes], the sums of each process; those of fewer than two are passed over.
-        least: entries that an interval takes.
+        between: of each run [columns, processes], the sums of each process; runs of fewer than two are skipped.
+        least: entries that an interval needs.
     """
     columns = [[np.asarray(column, float) for column in run] for run in runs]
     if len(shapes := {column.shape for run in columns for column in run}) != 1 or len(min(shapes)) != 1:
@@ -189,13 +189,13 @@ def _jackknife(
     rests = [[quotient(*(total - array)) for total, array in zip(sums, arrays)]]
     for run, parts in enumerate(between):
         if parts.ndim == 2 and parts.shape[1] >= LEAST_PASSES:
-            # One run varies; the others, whose ratios do not, are as they are.
+            # One run varies; the ratios of the others are constant.
             one = quotient(*(parts.sum(axis=1, keepdims=True) - parts))
             rests.append([np.broadcast_to(ratio, one.shape) for ratio in ratios])
             rests[-1][run] = one
     if not all(map(_are_ratios, rests)):
         return Speedup(value, None, None)
-    from scipy.special import stdtrit  # here, for who only reads a summary needs none of it
+    from scipy.special import stdtrit  # late: who only reads a summary does not need it
 
     variances = np.array([_variance(statistic(rest)) for rest in rests])
     degrees = np.array([rest[0].size - 1 for rest in rests])
@@ -219,7 +219,7 @@ def widened(interval: Speedup, count: int) -> Speedup:
 
 
 def _are_ratios(ratios: Sequence[np.ndarray]) -> bool:
-    """Whether all are numbers above 0: none is where there is no time, or where one entry holds all of it."""
+    """Whether all are finite and above 0: they are not without time, or if one entry holds all of it."""
     return all(bool((np.isfinite(ratio) & (ratio > 0)).all()) for ratio in ratios)
 
 
@@ -230,7 +230,7 @@ def _variance(without: np.ndarray) -> float:
 
 
 def _by_pool(seconds: np.ndarray, pools: Sequence) -> np.ndarray:
-    """[columns, runs] -> [columns, pools], means of the repeats; as they are where all are of one pool."""
+    """[columns, runs] -> [columns, pools], means of the repeats; unchanged if all are of one pool."""
     names, pool_index = np.unique(np.asarray(pools), return_inverse=True)
     if len(names) == 1:
         return seconds

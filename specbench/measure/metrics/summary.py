@@ -156,14 +156,14 @@ def summary(records: list[dict], facts: dict, config: dict) -> dict:
 
 
 def drafts_alike(config: dict, facts: dict, spec: RunSpec) -> bool:
-    """Whether drafts hang on nothing but the text before them: not on chance, on times, or on who shares a batch."""
+    """Whether drafts depend only on the text before them: not on chance, on times, or on other sequences."""
     decoding = config["decoding"]
     fixed = decoding["temperature"] == 0 and decoding.get("draft_length", CONSTANT) == CONSTANT
     return fixed and spec.engine is None and spec.unit == QUESTION and not facts.get("extra_cores")
 
 
 def _judged(records: list[dict], key: str = "equivalence") -> dict:
-    """The verdicts of all answers: one that is wrong is so whether or not its question failed elsewhere."""
+    """The verdicts of all answers: a wrong one counts even if its question failed elsewhere."""
     return {"equivalence": equivalence(records, key)}
 
 
@@ -177,7 +177,7 @@ def by_question(records: list[dict], reference: str, unit: str) -> pd.DataFrame:
     Args:
         records: of the journal.
         reference: the arm that speedups are against.
-        unit: what has times of its own; of a "pool" no question has.
+        unit: what is timed; in a "pool" questions have no times.
     """
     generations, steps = generations_frame(records), steps_frame(records)
     turns = turn_means(generations)
@@ -219,8 +219,8 @@ def baseline_numbers(generations: pd.DataFrame, steps: pd.DataFrame, facts: dict
     `bandwidth_fraction` and its ceiling are those of the quoted one.
 
     Args:
-        generations: the answers, as `generations_frame` gives them.
-        steps: their rounds, as `steps_frame` gives them; in a batch they tell what shares a pass.
+        generations: the answers, as from `generations_frame`.
+        steps: their rounds, as from `steps_frame`; in a batch they show what shares a pass.
         facts: of the run.
     """
     quoted, rates, compared = faster_baseline(generations)
@@ -237,14 +237,14 @@ def baseline_numbers(generations: pd.DataFrame, steps: pd.DataFrame, facts: dict
 
 
 def faster_baseline(generations: pd.DataFrame) -> tuple[str, dict[str, float | None], pd.DataFrame]:
-    """Which of `ARMS` is the faster.
+    """Finds the faster one of `ARMS`.
 
     Args:
-        generations: as `generations_frame` gives them.
+        generations: as from `generations_frame`.
 
     Returns:
-        Its name; tokens per second of each; the `turn_means` that these are of: of the turns that both answered, where
-        there are any, as only those compare.
+        Its name; tokens per second of each; the `turn_means` behind them: of the turns that both answered, if there
+        are any, as only those compare.
     """
     turns = turn_means(generations)
     shared = turns["seconds"][list(ARMS.values())].notna().all(axis=1)
@@ -255,7 +255,7 @@ def faster_baseline(generations: pd.DataFrame) -> tuple[str, dict[str, float | N
 
 
 def single_rate(generations: pd.DataFrame) -> float | None:
-    """Tokens per second of autoregressive decoding at batch size 1; None where it is the baseline and no own arm."""
+    """Tokens per second of autoregressive decoding at batch size 1; None if it is the baseline, not a separate arm."""
     single = generations[generations["arm"] == SINGLE]
     return ratio(single["tokens"].sum(), single["seconds"].sum())
 
@@ -268,11 +268,11 @@ def speedup_over_passes(records: list[dict], facts: dict) -> Speedup:
 
 
 class Relative(NamedTuple):
-    """A ratio of two runs, and what it rests on.
+    """A ratio of two runs, and its basis.
 
     Attributes:
         ratio: with its interval.
-        count: so many of a unit.
+        count: number of units.
         unit: "question", "pool", or "repeat" of one pool.
     """
 
@@ -292,10 +292,10 @@ def relative(
     Only the questions, or runs of pools, that are in all runs count.
 
     Args:
-        first: runs, each as `parts` gives it, all of one unit.
+        first: runs, each as returned by `parts`, all of one unit.
         second: likewise.
-        processes: of each run of `first` and then of `second`, as `parts_by_process` gives it.
-        counted: whether the number is no time: repeats of one pool then say nothing of how it varies.
+        processes: of each run of `first` and then of `second`, as returned by `parts_by_process`.
+        counted: whether the number is a count, not a time: repeats of one pool then do not show how it varies.
     """
     shared = set.intersection(*(set(run.index) for run in (*first, *second)))
     frames = [[run.loc[run.index.isin(shared)].sort_index() for run in runs] for runs in (first, second)]
@@ -338,12 +338,12 @@ def parts(records: list[dict], what: str, unit: str, target_pass_bytes: int | No
         what: "speedup": against the autoregressive baseline of this run. "throughput": against it at batch size 1.
             "mbsu": bytes of weights that autoregressive decoding would have read / that were read. "acceptance_length":
             tokens emitted by draft-verify rounds / target passes.
-        unit: what has times of its own, "question" or "pool".
+        unit: what is timed, "question" or "pool".
         target_pass_bytes: bytes of weights that a pass of one token through the target reads, as the summary holds
             them; None for those of the largest pass of autoregressive decoding.
 
     Returns:
-        Columns `above` and `below`, of times more: `statistics.quotient` makes the number of their sums. Indexed by
+        Columns `above` and `below`, for times more: `statistics.quotient` of their sums is the number. Indexed by
         question_id or (pool, repeat).
     """
     if what in COUNTED:

@@ -18,7 +18,7 @@ ARMS = {"engine": BASELINE, "hf_generate": HF}  # what a speedup can be quoted a
 def turn_means(generations: pd.DataFrame, by: Sequence[str] = ()) -> pd.DataFrame:
     """Means over the repeats: one row per (*by, question_id, turn), one column per (tokens | *seconds, arm).
 
-    NaN where an arm did not answer, or where its prefill was not timed. by: columns whose values stay apart.
+    NaN where an arm did not answer, or if its prefill was not timed. by: columns whose values stay apart.
     """
     wide = generations.groupby([*by, "question_id", "turn", "arm"])[list(GENERATION_COLUMNS)].mean()
     return wide.unstack("arm").reindex(
@@ -27,17 +27,17 @@ def turn_means(generations: pd.DataFrame, by: Sequence[str] = ()) -> pd.DataFram
 
 
 def paired_seconds(turns: pd.DataFrame, reference: str, with_prefill: bool = True) -> pd.DataFrame:
-    """What a speedup is made of, question by question: the columns of `statistics.quotient`.
+    """The columns of `statistics.quotient` for a speedup, question by question.
 
-    Where sampling or a near-tie made the lengths of answers differ, the shorter answer would win by being short. So the
+    If sampling or a near-tie made the lengths of answers differ, the shorter answer would win by being short. So the
     method's decoding is scaled to the reference's number of tokens, by one factor for all that is summed: the sum of
     n_reference - 1 / the sum of n_method - 1, as the prefill gives the first token. (A factor for each answer would be
-    biased where answers are short: the few tokens of one would count for the many of the other.) All of the method's
-    time is scaled where the prefill was not timed (batches of another engine). A question is left out if one of its
+    biased if answers are short: the few tokens of one would count for the many of the other.) All of the method's
+    time is scaled if the prefill was not timed (batches of another engine). A question is left out if one of its
     turns has no time in either arm.
 
     Args:
-        turns: as `turn_means` gives them.
+        turns: as returned by `turn_means`.
         reference: the arm that the method is paired with.
         with_prefill: whether the prefills count.
 
@@ -67,7 +67,7 @@ def question_sums(turns: pd.DataFrame) -> pd.DataFrame:
 def unit_seconds(
     generations: pd.DataFrame, reference: str, unit: str, with_prefill: bool = True
 ) -> pd.DataFrame:
-    """`paired_seconds` of what has times of its own.
+    """`paired_seconds` by question or by pool.
 
     Args:
         generations: of all arms.
@@ -86,17 +86,17 @@ def unit_seconds(
 
 
 def columns_of(frame: pd.DataFrame) -> list[list[float]]:
-    """The columns of a frame, as `statistics.quotient` takes them."""
+    """The columns of a frame, as arguments of `statistics.quotient`."""
     return [frame[name].tolist() for name in frame]
 
 
 def pools_of(seconds: pd.DataFrame) -> pd.Index | None:
-    """The pool of each row of what `unit_seconds` gives; None where the rows are questions."""
+    """The pool of each row of a result of `unit_seconds`; None if the rows are questions."""
     return seconds.index.get_level_values(POOL) if POOL in seconds.index.names else None
 
 
 def passes_seconds(generations: pd.DataFrame, reference: str, with_prefill: bool = True) -> pd.DataFrame:
-    """Seconds of all questions in each pass, or, where several processes measured, on average in each process.
+    """Seconds of all questions in each pass, or, if several processes measured, on average in each process.
 
     Only questions that were answered in all passes count. The index is named `repeat` or `process`, and the columns are
     those of `paired_seconds`.

@@ -15,7 +15,7 @@ COLUMNS = (
     *("exits", "grouped", "exit_seconds", "hit"),
     *("early_seconds", "beside_seconds", "after_seconds", "idle_seconds", "handover_seconds"),
 )
-# What Mirror-SD's statistics were called.
+# Former names of Mirror-SD's statistics.
 STATS = {
     "early_seconds": "overlapped_before_exit_seconds",
     "beside_seconds": "overlapped_behind_exit_seconds",
@@ -25,15 +25,15 @@ STATS = {
 
 
 def migrated_facts(facts: dict) -> dict:
-    """The content of facts.json with the run's `unit`: older folders tell whether it decodes batches."""
-    facts = {"engine": None} | facts  # older folders know this project's alone
+    """The content of facts.json with the run's `unit`: older folders have `batched` in its place."""
+    facts = {"engine": None} | facts  # older folders: this project's alone
     return facts if "unit" in facts else facts | {"unit": POOL if facts.get("batched") else QUESTION}
 
 
 def migrated_summary(summary: Any) -> Any:
-    """The content of summary.json with all keys of today's that have a meaning for older runs.
+    """The content of summary.json with all of today's keys that have a meaning for older runs.
 
-    In older ones a drafter is named where there are batches. What is no summary, or lacks that too, stays as it is.
+    Older ones name a drafter only for batches; one without that key gets no unit. What is no summary is unchanged.
     """
     if not isinstance(summary, dict):
         return summary
@@ -78,7 +78,7 @@ def _by_repeat(record: dict) -> Iterator[dict]:
 
 
 def _watched(turn: dict) -> dict:
-    """The turn with the number of its attempts under that name."""
+    """The turn with `goes`, its number of attempts, as `attempts`."""
     machine = turn.get("machine") or {}
     return turn | {"machine": machine | {"attempts": machine["goes"]}} if "goes" in machine else turn
 

@@ -1,8 +1,8 @@
 """The run folder: found or made, locked, written line by line, finished at once.
 
-Two processes use it one after the other: the one that was asked for a run finds or makes the folder
-(`find_or_create`), the one that measures holds it (`open_journal`) and ends it (`finalise`).
-Truth is `records.jsonl`, one line per finished question; all that `finalise` writes is derived from it.
+Two processes use it one after the other: the command finds or makes the folder (`find_or_create`), the measuring
+process holds it (`open_journal`) and completes it (`finalise`).
+The source of truth is `records.jsonl`, one line per finished question; all that `finalise` writes is derived from it.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ if TYPE_CHECKING:
 
 CONFIG, CODE, FACTS, PROVENANCE = "config.yaml", "code.json", "facts.json", "provenance.json"
 RECORDS, SUMMARY, STEPS = "records.jsonl", "summary.json", "steps.parquet"
-# Exit code of a process that has measured its share: another one is to go on (EX_TEMPFAIL).
+# Exit code of a process that has measured its share: another one must continue (EX_TEMPFAIL).
 EXIT_CONTINUE = 75
 FAILURE = "failure.json"  # why the last attempt ended early
-GIVEN_UP = "given_up.json"  # why no command looks for it any more
+GIVEN_UP = "given_up.json"  # why commands ignore the folder
 ANSWERS = {METHOD: "answers.jsonl", BASELINE: "answers_baseline.jsonl"}
 # Configuration that does not change what is measured.
 NOT_MEASURED = ("run_dir", "runs_root", "tracker", "rerun", "leave_out", "settings_source")
@@ -55,17 +55,17 @@ NOT_MEASURED = ("run_dir", "runs_root", "tracker", "rerun", "leave_out", "settin
 
 @file_errors()
 def find_or_create(config: Mapping, taken: Collection[Path] = ()) -> Path:
-    """The folder to measure `config` in: its `run_dir`, or else the newest that can go on, or a new one.
+    """The folder to measure `config` in: its `run_dir`, or else the newest that can be resumed, or a new one.
 
-    A folder can go on while it has no summary, was not given up, and was made for the same configuration and questions
-    by the same code.
+    A folder can be resumed while it has no summary, was not given up, and was made for the same configuration and
+    questions by the same code.
 
     Args:
         config: of the run.
         taken: folders that other jobs have, whatever their state.
 
     Raises:
-        UserError: `run_dir` is a folder that cannot go on, or that holds other things, or no folder can be made or
+        UserError: `run_dir` is a folder that cannot be resumed, or holds other things, or no folder can be made or
             read.
     """
     config = plain(config)
@@ -98,7 +98,7 @@ def _has_other_weights(run_dir: Path, config: dict) -> bool:
 
 
 def give_up(run_dir: Path, why: str) -> None:
-    """Lets the next command with the same configuration take another folder: this one cannot go on here."""
+    """Makes the next command with the same configuration use another folder: this one cannot be resumed."""
     write_json(run_dir / GIVEN_UP, {"reason": why})
 
 
@@ -132,12 +132,12 @@ def why_failed(run_dir: Path) -> str | None:
 
 
 def config_hash(config: Mapping) -> str:
-    """8 hex digits of the configuration, less what does not change what is measured."""
+    """8 hex digits of a configuration's checksum, without `NOT_MEASURED`."""
     return hashlib.sha256(_canonical(plain(config)).encode()).hexdigest()[:8]
 
 
 def read_config(run_dir: Path) -> dict:
-    """The resolved configuration of a run folder. Raises UserError where there is none to read."""
+    """The resolved configuration of a run folder. Raises UserError if it cannot be read."""
     path = run_dir / CONFIG
     with file_errors():
         try:
@@ -166,7 +166,7 @@ def _label(config: dict) -> str:
 
 
 def _code(config: dict) -> dict[str, str | None]:
-    """What a run is made of beside its configuration."""
+    """Checksums of a run's code and questions."""
     return {
         "source_sha256": source_sha256(),
         "method_sha256": method_sha256(config),
@@ -181,7 +181,7 @@ def _start(run_dir: Path, config: dict, code: dict) -> Path:
 
 
 def _difference(run_dir: Path, config: dict, code: dict) -> str | None:
-    """Why a folder cannot go on with this configuration and code; None if it can."""
+    """Why a folder cannot be resumed with this configuration and code; None if it can."""
     if not (run_dir / CONFIG).exists() or not (run_dir / CODE).exists():
         return "it is not a run folder"
     try:
@@ -229,7 +229,7 @@ class Journal:
         """Adds finished questions and the time of day (`tstamp`, s); they are on the disk when this returns.
 
         Raises UserError when they cannot be written, and ValueError for a question that is there already; the journal
-        is then what it was.
+        is then unchanged.
         """
         for record in records:
             if _key(record) in self._keys:
@@ -245,7 +245,7 @@ class Journal:
                     os.fsync(file.fileno())
             except OSError:
                 if self._path.exists():
-                    os.truncate(self._path, before)  # what still went on to a full disk
+                    os.truncate(self._path, before)  # what a full disk still took
                 raise
         self.records += stamped
         self._keys |= {_key(record) for record in stamped}
@@ -264,7 +264,7 @@ class Journal:
 
 
 def _key(record: dict) -> tuple[int, int]:
-    """What there is one record of: a question in a pass."""
+    """The key of a record: a question in a pass."""
     return record["question_id"], record["repeat"]
 
 

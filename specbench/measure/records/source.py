@@ -1,4 +1,4 @@
-"""The code that measures, as a checksum: a run goes on only with the code that began it."""
+"""Checksum of the code that measures: a run resumes only with the code that began it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def method_sha256(config: Mapping) -> str | None:
         config: of a run, with `_target_`s.
 
     Returns:
-        None where all of them are.
+        None if there are none.
     """
     modules = {target.partition(".")[0] for target in _targets(config)}
     files: set[Path] = set()
@@ -83,7 +83,7 @@ def measuring_files() -> list[Path]:
 
 
 def _name(path: Path) -> Path:
-    """Where a file lies in a checkout, also that of a wheel."""
+    """The path of a file in a checkout, also for a file of a wheel."""
     return path.relative_to(METHODS.parent if path.is_relative_to(METHODS) else ROOT)
 
 
