@@ -50,7 +50,7 @@ class HostFacts(NamedTuple):
     """The outcome of a verification for one sequence, on the host.
 
     Attributes:
-        count: accepted draft tokens.
+        accepted: draft tokens.
         tokens: [1 + k] these, the bonus token, and unused entries.
         depth: of a tree, tokens of its longest path; else k.
         candidates: draft tokens of the sequence; k, unless the drafter sets their number.
@@ -58,7 +58,7 @@ class HostFacts(NamedTuple):
         report: numbers that the drafter requested.
     """
 
-    count: int
+    accepted: int
     tokens: list[int]
     depth: int
     candidates: int
@@ -272,16 +272,16 @@ class Engine:
         # Nodes beyond its own limit, for which another sequence has room, are not part of a sequence's draft.
         uneven = draft.tree is not None and min(batch.limits) < batch.max_draft
         facts = self._on_host(draft, logits, accepted, batch.limits if uneven else None)
-        counts = [of_one.count for of_one in facts]
+        counts = [of_one.accepted for of_one in facts]
         self._layout.commit(batch, accepted.count, counts, accepted.path)
         lo = 0 if draft.resume is None else draft.resume.layer
         read = counted(draft.bytes_read), counted(self.target.pass_bytes(lo, tokens=b * (1 + k)))
         tokens = []
         for one, limit, of_one in zip(batch.sequences, batch.limits, facts):
-            new_tokens = truncate_at_stop(check_sampled(of_one.tokens[: of_one.count + 1]), one.stop_ids)
+            new_tokens = truncate_at_stop(check_sampled(of_one.tokens[: of_one.accepted + 1]), one.stop_ids)
             drafted = min(of_one.candidates, limit if draft.tree is None else of_one.within)
             depth, emitted = min(of_one.depth, limit, drafted), len(new_tokens)
-            step = Step(drafted, min(of_one.count, emitted), emitted, depth, 0.0, 0.0, 0.0, *read, b)
+            step = Step(drafted, min(of_one.accepted, emitted), emitted, depth, 0.0, 0.0, 0.0, *read, b)
             one.tokens += new_tokens
             one.steps.append(step)
             tokens.append(new_tokens)
@@ -351,9 +351,9 @@ class Engine:
             rest = iter(numbers)
             count, tokens = next(rest), [*islice(rest, 1 + k)]
             depth = k if draft.tree is None else next(rest)
-            candidates = k if draft.candidates is None else next(rest)
+            drafted = k if draft.candidates is None else next(rest)
             within = k if limits is None else next(rest)
-            facts.append(HostFacts(count, tokens, depth, candidates, within, [*rest]))
+            facts.append(HostFacts(count, tokens, depth, drafted, within, [*rest]))
         return facts
 
     def _remove_finished(self, held: list[SequenceState]) -> None:

@@ -24,7 +24,7 @@ from specbench.system.errors import JobError, UserError, one_line
 from specbench.system.paths import existing_file
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from specbench.decoding.engine import Rounds
     from specbench.decoding.state import Request
@@ -36,6 +36,8 @@ RESTARTS = 3  # of a server in a run, before it is given up
 REMEMBERS = (
     0.9  # of the passes of first answers: with fewer for the same answers again, drafts come from memory
 )
+SETTLING = 5.0  # seconds that servers get to become idle
+LOOK, IDLE = 0.05, 0.2  # seconds of a look at them, and the share of a core below which they are idle
 LEAST_MERGED = 3  # in one answer: a short one may arrive in a few pieces
 MERGED = 0.25  # of the plain server's passes: if more have several tokens, it drafts and is not just busy
 PLAIN, SPECULATIVE = "plain", "speculative"
@@ -151,6 +153,23 @@ class ServedEngine:
             reply = self._answer(PLAIN, request)[0].completed()
         return reply.tokens, reply.tops
 
+    def settle(self) -> None:
+        """Waits until our servers are idle: vLLM's workers spin for a second after an answer, on shared cores."""
+        deadline, used = time.monotonic() + SETTLING, math.inf
+        while self.is_ours and used > IDLE * LOOK and time.monotonic() < deadline:
+            before = sum(server.cpu_seconds() for server in self.servers.values())
+            time.sleep(LOOK)
+            used = sum(server.cpu_seconds() for server in self.servers.values()) - before
+
+    def settled(self, arm: Callable[[list[Request]], Rounds]) -> Callable[[list[Request]], Rounds]:
+        """The arm, which then starts while our servers are idle."""
+
+        def after_settling(requests: list[Request]) -> Rounds:
+            self.settle()
+            return (yield from arm(requests))
+
+        return after_settling
+
     def close(self) -> None:
         """Ends both servers."""
         for server in self.servers.values():
@@ -163,9 +182,11 @@ class ServedEngine:
         if at_once == 1:
             answers = []
             for request in requests:
+                self.settle()
                 answers.append(self._generation(name, *self._answer(name, request), request))
                 yield len(answers[-1].tokens)
             return answers
+        self.settle()
         starts = None
         while starts != self.servers[name].starts:  # once more if a server was restarted meanwhile
             starts, begun = self.servers[name].starts, time.perf_counter()

@@ -101,6 +101,19 @@ class Server:
         """Whether this process starts and ends it."""
         return self.command is not None
 
+    def cpu_seconds(self) -> float:
+        """CPU time that the server and the processes it has started have used; 0 if it is not ours."""
+        if self._process is None:
+            return 0.0
+        total = 0.0
+        with suppress(psutil.NoSuchProcess):
+            parent = psutil.Process(self._process.pid)
+            for one in (parent, *parent.children(recursive=True)):
+                with suppress(psutil.NoSuchProcess):
+                    times = one.cpu_times()
+                    total += times.user + times.system
+        return total
+
     def restart(self) -> None:
         """Ends the server and starts it again. Raises UserError as `wait`."""
         self.close()

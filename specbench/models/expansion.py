@@ -209,7 +209,7 @@ class Expansion:
                 "rope_theta": base ** ((new.head_dim // 2) / (self._stride * (old.head_dim // 2))),
             },
         }
-        return LlamaConfig(**(self.settings | changes), attn_implementation="sdpa")
+        return LlamaConfig(**(self.settings | changes | {"attn_implementation": "sdpa"}))
 
     def build(
         self,

@@ -721,6 +721,43 @@ def test_a_server_waits_as_its_own_engine_does(monkeypatch):
     assert own_environment()["OMP_WAIT_POLICY"] == "ACTIVE"
 
 
+@pytest.mark.process
+def test_an_arm_starts_when_the_servers_are_idle(pair, monkeypatch):
+    """One of vLLM spins for a second after an answer."""
+    spin = "import time; begun = time.monotonic()\nwhile time.monotonic() - begun < 1: pass\ntime.sleep(60)"
+    servers = {
+        name: Server(name, "", lambda _: [sys.executable, "-c", spin]) for name in (PLAIN, SPECULATIVE)
+    }
+    engine = ServedEngine(pair, servers, "openai", SILENT)
+    try:
+        for server in servers.values():
+            server.start()
+        wait_for(lambda: all(server.cpu_seconds() > 0.2 for server in servers.values()))
+        engine.settle()
+        used = [server.cpu_seconds() for server in servers.values()]
+        time.sleep(0.2)
+        assert all(server.cpu_seconds() - before < 0.05 for server, before in zip(servers.values(), used))
+        assert min(used) > 0.4
+    finally:
+        engine.close()
+    assert [server.cpu_seconds() for server in servers.values()] == [0.0, 0.0]
+
+    waits = []
+    monkeypatch.setattr(ServedEngine, "settle", lambda _: waits.append(True))
+    with serving(Stub(counting), Stub(counting, drafts=True)) as urls:
+        engine = engine_of(pair, urls, "llama_cpp")
+        for arm, count in ((engine.plain, 2), (engine.speculative, 2), (engine.settled(exhausted), 1)):
+            exhaust(arm([request(), request()]))
+            assert len(waits) == count
+            waits.clear()
+
+
+def exhausted(requests: list[Request]):
+    """An arm that answers nothing."""
+    yield from ()
+    return []
+
+
 def test_a_request_that_is_refused_costs_its_question_alone(pair):
     """A server that answers 400 is in good order: no restart mends that, and the run goes on."""
     stub = Stub(counting, drafts=True, fault="rejects requests", after=3, times=1)

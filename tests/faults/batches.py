@@ -47,8 +47,8 @@ FAULTS = (
         "an answer continues after its stop token",
         "batches",
         f"{D}/engine.py",
-        "new_tokens = truncate_at_stop(check_sampled(of_one.tokens[: of_one.count + 1]), one.stop_ids)",
-        "new_tokens = check_sampled(of_one.tokens[: of_one.count + 1])",
+        "new_tokens = truncate_at_stop(check_sampled(of_one.tokens[: of_one.accepted + 1]), one.stop_ids)",
+        "new_tokens = check_sampled(of_one.tokens[: of_one.accepted + 1])",
         ("tests/decoding/test_engine.py", *LOSSLESS),
     ),
     Fault(

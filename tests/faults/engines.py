@@ -148,6 +148,14 @@ FAULTS = (
         ("tests/engines/test_audit.py",),
     ),
     Fault(
+        "an arm starts while the other server spins",
+        "audit",
+        "specbench/engines/served.py",
+        "while self.is_ours and used > IDLE * LOOK and time.monotonic() < deadline:",
+        "while False:",
+        ("tests/engines/test_served.py",),
+    ),
+    Fault(
         "a server waits as our threads do",
         "audit",
         "specbench/engines/server.py",

@@ -329,4 +329,4 @@ def test_a_run_that_stayed_disturbed_is_named(run, capsys):
         for name, share in (("a", 0.02), ("b", 0.4))
     )
     compare.print_comparison([calm, busy])
-    assert says(" ".join(capsys.readouterr().out.split()), "b: DISTURBED: ... 40% of the time")
+    assert says(" ".join(capsys.readouterr().out.split()), "b: DISTURBED: ... 40% of the measured time")

@@ -24,6 +24,7 @@ from specbench.system.paths import cache_folder
 from specbench.system.processes import own_cores
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     import torch
@@ -128,9 +129,11 @@ class Probes:
 
     Args:
         device: that is measured on.
+        settle: called before each probe, to wait until nothing else of the run computes.
     """
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, settle: Callable[[], None] | None = None):
+        self._settle = settle
         self.machine = machine_key(device)
         self.best: Figures = {}
         self._device = device
@@ -139,6 +142,8 @@ class Probes:
 
     def take(self) -> Figures:
         """Measures, and keeps the figures until `collect`."""
+        if self._settle is not None:
+            self._settle()
         figures = probe(self._device)
         self.best = remember(self.machine, figures)
         self._waiting.append(figures)
