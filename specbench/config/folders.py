@@ -48,7 +48,8 @@ def choices_of(group: str) -> list[str]:
     if group == "drafter":
         methods = [path for folder in conf_folders() for path in (folder / "method").glob("*.yaml")]
         files += [path for path in methods if "override /" not in path.read_text(encoding="utf-8")]
-    return [path.stem for path in files if not path.stem.startswith("_")]
+    names = dict.fromkeys(path.stem for path in files)  # a user's folder may have some of the same names
+    return [name for name in names if not name.startswith("_")]
 
 
 def group_file(group: str, name: str) -> dict[str, Any]:
