@@ -206,12 +206,12 @@ class Arm:
         """Mean log p of a token."""
         return sum(one.logprob for one in self.judged) / max(self.tokens, 1)
 
-    @property
+    @cached_property
     def surprise(self) -> float:
         """Standard errors by which the tokens are likelier than drawn ones; negative if less likely."""
         return errors_of([asdict(one.likely) for one in self.judged])
 
-    @property
+    @cached_property
     def rare_p(self) -> float:
         """Probability of tokens as unlikely as its least likely ones."""
         return rare_p([asdict(one.likely) for one in self.judged])

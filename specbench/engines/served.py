@@ -155,11 +155,14 @@ class ServedEngine:
 
     def settle(self) -> None:
         """Waits until our servers are idle: vLLM's workers spin for a second after an answer, on shared cores."""
-        deadline, used = time.monotonic() + SETTLING, math.inf
+        deadline, before, used = time.monotonic() + SETTLING, self._cpu_seconds(), math.inf
         while self.is_ours and used > IDLE * LOOK and time.monotonic() < deadline:
-            before = sum(server.cpu_seconds() for server in self.servers.values())
             time.sleep(LOOK)
-            used = sum(server.cpu_seconds() for server in self.servers.values()) - before
+            now = self._cpu_seconds()
+            used, before = now - before, now
+
+    def _cpu_seconds(self) -> float:
+        return sum(server.cpu_seconds() for server in self.servers.values())
 
     def settled(self, arm: Callable[[list[Request]], Rounds]) -> Callable[[list[Request]], Rounds]:
         """The arm, which then starts while our servers are idle."""

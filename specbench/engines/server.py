@@ -107,8 +107,7 @@ class Server:
             return 0.0
         total = 0.0
         with suppress(psutil.NoSuchProcess):
-            parent = psutil.Process(self._process.pid)
-            for one in (parent, *parent.children(recursive=True)):
+            for one in _family(self._process):
                 with suppress(psutil.NoSuchProcess):
                     times = one.cpu_times()
                     total += times.user + times.system
@@ -187,10 +186,15 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
+def _family(process: subprocess.Popen) -> list[psutil.Process]:
+    """A process and all that it has started. Raises NoSuchProcess if it has ended."""
+    parent = psutil.Process(process.pid)
+    return [parent, *parent.children(recursive=True)]
+
+
 def _pin(process: subprocess.Popen, cores: Collection[int]) -> None:
     """Pins all threads of a process, and of those that it has started, to cores."""
-    parent = psutil.Process(process.pid)
-    for one in (parent, *parent.children(recursive=True)):
+    for one in _family(process):
         with suppress(psutil.NoSuchProcess):  # it has ended meanwhile, or one of its threads
             for thread in one.threads():
                 with suppress(ProcessLookupError):

@@ -48,7 +48,7 @@ class Vllm(ServedEngine):
         threads: of each server, on a CPU.
         plain: options of both, without `--`: {enforce-eager: true}.
         speculative: by method, the `--speculative-config` of the second one. Its `model` is a folder, by default the
-            pair's draft model; `exported: true` stands for what the drafter exports, and `own_code: true` makes this
+            pair's draft model; `exported: true` means what the drafter exports, and `own_code: true` makes this
             project's own code draft there, with the drafter's settings.
         install: what the environment holds.
         python: an interpreter that has vLLM; None: that of the environment.

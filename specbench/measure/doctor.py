@@ -267,7 +267,7 @@ def stale_findings(base: Counts) -> list[str]:
 
 
 def weight_findings(drafter: Drafter, pair: Pair) -> list[str]:
-    """Finds weights that no training leaves behind; skips those of the target, which a drafter may hold."""
+    """Finds weights that no training produces; skips those of the target, which a drafter may hold."""
     findings = []
     of_target = {weight.data_ptr() for weight in pair.target.state_dict().values()}
     padded = pair.expansion is not None or pair.draft_expansion is not None

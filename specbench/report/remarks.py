@@ -134,10 +134,10 @@ def machine_warnings(runs: Iterable[Run]) -> list[str]:
 
 def too_few_cores(summary: dict) -> str:
     """A warning if a method computes on more cores than there are; else empty, also for older runs."""
-    extra, threads, cores = (summary.get(key) for key in ("extra_cores", "threads", "cores"))
-    if not extra or threads is None or cores is None or threads + extra <= cores:
+    wanted, present = _cores_wanted(summary), summary.get("cores")
+    if wanted is None or present is None or wanted <= present:
         return ""
-    return f"TOO FEW CORES: {threads + extra} wanted, {cores} present; the drafter takes the target's"
+    return f"TOO FEW CORES: {wanted} wanted, {present} present; the drafter takes the target's"
 
 
 def kinds(lines: Iterable[str]) -> list[str]:
@@ -147,7 +147,7 @@ def kinds(lines: Iterable[str]) -> list[str]:
 
 
 def paired_over(count: int, unit: str) -> str:
-    """The number of pairs behind a ratio, in words; unit: as in `metrics.Relative`."""
+    """The number of pairs that a ratio is based on, in words; unit: as in `metrics.Relative`."""
     text = f"{count} {unit}" if count == 1 else f"{count} {unit}s"
     if unit != "repeat":
         return text
@@ -375,5 +375,11 @@ def _threads(summary: dict) -> str:
 
 def cores_label(summary: dict) -> str:
     """The cores of a method that drafts on extra ones, those of torch's threads included; else empty."""
+    wanted = _cores_wanted(summary)
+    return "" if wanted is None else f" ({wanted} cores)"
+
+
+def _cores_wanted(summary: dict) -> int | None:
+    """The cores of a method that drafts on extra ones; None for other methods, and for older runs."""
     extra, threads = summary.get("extra_cores"), summary.get("threads")
-    return f" ({threads + extra} cores)" if extra and threads else ""
+    return threads + extra if extra and threads else None

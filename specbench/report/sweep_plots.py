@@ -64,7 +64,7 @@ def throughput(summaries: Iterable[dict]) -> Figure | None:
 
 
 def engines(summaries: Iterable[dict]) -> Figure | None:
-    """Other engines beside this project: how fast each decodes without drafts, what a method gains there; or None.
+    """Other engines compared with this project: their plain speed, and what a method gains there; or None.
 
     A line at the end of a bar is where reading the weights alone would end, if that is known.
     """

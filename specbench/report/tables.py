@@ -114,7 +114,7 @@ def overview_table(summaries: Iterable[dict]) -> Table:
 
 
 def engines_table(summaries: Iterable[dict]) -> Table | None:
-    """Other engines beside this project's own decoding: a row per run, with each engine's plain decoding.
+    """Other engines compared with this project's own decoding: a row per run, with each engine's plain decoding.
 
     This project's runs are those of a method and pair that another engine was measured with. None without one.
     """

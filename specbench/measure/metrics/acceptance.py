@@ -81,7 +81,7 @@ def acceptance_over(rounds: pd.DataFrame, name: str) -> list[float | None]:
 
 
 def rounds_over(rounds: pd.DataFrame, name: str) -> list[int]:
-    """Number of rounds behind each `acceptance_over`."""
+    """Number of rounds of each figure of `acceptance_over`."""
     return np.bincount(_stretches(rounds, name)).tolist()
 
 

@@ -243,7 +243,7 @@ def faster_baseline(generations: pd.DataFrame) -> tuple[str, dict[str, float | N
         generations: as from `generations_frame`.
 
     Returns:
-        Its name; tokens per second of each; the `turn_means` behind them: of the turns that both answered, if there
+        Its name; tokens per second of each; their `turn_means`: of the turns that both answered, if there
         are any, as only those compare.
     """
     turns = turn_means(generations)
