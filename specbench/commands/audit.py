@@ -11,7 +11,7 @@ from rich.table import Table
 
 from specbench.config.checks import check_sources
 from specbench.config.compose import program
-from specbench.measure.metrics.engine import RARE, is_off
+from specbench.measure.metrics.engine import UNLIKELY, is_off, rarities
 from specbench.measure.metrics.metrics import VERDICTS
 from specbench.report.cells import console
 from specbench.system.errors import UserError
@@ -34,7 +34,6 @@ SETTINGS = {
 }
 VIOLATION = VERDICTS[-1]
 SHOWN = 10  # departures that are printed
-UNLIKELY = 1e-4  # p value of the first tokens of all prompts together
 
 
 def audit(cfg: DictConfig) -> int:
@@ -103,11 +102,6 @@ def are_unlikely(p_values: list[float]) -> bool:
     return any(p * len(p_values) < UNLIKELY for p in p_values)
 
 
-def _is_off(arm: Arm) -> bool:
-    """Whether the likelihood of drawn answers is off, see `is_off`."""
-    return is_off(arm.surprise, arm.rare_p)
-
-
 def _facts_of(arm: Arm, drawn: bool) -> dict[str, Any]:
     """Findings about an arm, in machine-readable form."""
     facts: dict[str, Any] = {
@@ -118,10 +112,9 @@ def _facts_of(arm: Arm, drawn: bool) -> dict[str, Any]:
     if drawn:
         return facts | {
             "logprob": arm.logprob,
-            "surprise": arm.surprise,
-            "rare_p": arm.rare_p,
+            **arm.judgement,
             "wrong_ends": arm.wrong_ends,
-            "wrong": _is_off(arm) or arm.wrong_ends > 0,
+            "wrong": is_off(arm.judgement) or arm.wrong_ends > 0,
         }
     departures = [(one.answer.name, arm.verdict(one), arm.departure(one)) for one in arm.judged]
     return facts | {
@@ -158,8 +151,9 @@ def _drawn_table(arms: list[Arm], pairs: dict[str, Likelihoods | None]) -> Table
     """Table of the likelihood of each arm's tokens."""
     table = Table("", "answers", "tokens", "mean log p", "standard errors off", "beside plain, by prompt")
     for arm in arms:
-        off = f"{arm.surprise:+.1f}" + ("  violation" if _is_off(arm) else "")
-        off += f": tokens that are hardly ever drawn (p = {arm.rare_p:.1g})" if arm.rare_p < RARE else ""
+        judged = arm.judgement
+        off = f"{judged['standard_errors']:+.1f}" + ("  violation" if is_off(judged) else "")
+        off += "".join(f": {what}" for what in rarities(judged))
         off += f"  violation: {arm.wrong_ends} do not end where they should" if arm.wrong_ends else ""
         pair = pairs.get(arm.name)
         beside = ""

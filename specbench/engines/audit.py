@@ -18,7 +18,7 @@ from scipy import stats
 
 from specbench.decoding.sampling import truncate_at_stop
 from specbench.measure.likelihood import BLOCK, Likelihood, of_logits, token_logprobs, with_stop
-from specbench.measure.metrics.engine import errors_of, rare_p
+from specbench.measure.metrics.engine import judgement
 from specbench.measure.metrics.metrics import VERDICTS
 from specbench.measure.numeric_noise import ENGINE_NOISE, forced_logits, foreign_noise, shape_noise
 
@@ -207,14 +207,9 @@ class Arm:
         return sum(one.logprob for one in self.judged) / max(self.tokens, 1)
 
     @cached_property
-    def surprise(self) -> float:
-        """Standard errors by which the tokens are likelier than drawn ones; negative if less likely."""
-        return errors_of([asdict(one.likely) for one in self.judged])
-
-    @cached_property
-    def rare_p(self) -> float:
-        """Probability of tokens as unlikely as its least likely ones."""
-        return rare_p([asdict(one.likely) for one in self.judged])
+    def judgement(self) -> dict[str, float | None]:
+        """Whether the answers are drawn from the target's distributions, see `judgement`."""
+        return judgement([asdict(one.likely) for one in self.judged])
 
     @property
     def logprob_error(self) -> float | None:

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from specbench.config.spec import POOL, without_group
 from specbench.data.warm_start import WARM, warmed_with
-from specbench.measure.metrics.engine import RARE
+from specbench.measure.metrics.engine import rarities
 from specbench.measure.metrics.statistics import verdict
 from specbench.report.cells import WRONG, equivalence_text, number_text, share_text
 from specbench.report.labels import QUOTED, VOCAB_MAP, VOCAB_SIZE, as_text, labels, method_label, named
@@ -268,11 +268,9 @@ def likelihood_line(summary: dict) -> str:
     for arm, one in summary["likelihood"].items():
         text = f"{plain if arm == 'baseline' else arm} {one['logprob']:.3f}, "
         text += f"{one['standard_errors']:+.1f} standard errors off"
-        if (lean := one.get("lean")) is not None:
+        if (lean := one["lean"]) is not None:
             text += f", {lean:+.1f} towards its drafts"
-        if (rare := one.get("rare_p")) is not None and rare < RARE:
-            text += f", with TOKENS THAT ARE HARDLY EVER DRAWN (p = {rare:.1g})"
-        parts.append(text)
+        parts.append(", ".join([text, *rarities(one)]))
     return f"mean log p of drawn tokens: {'; '.join(parts)}" if parts else ""
 
 

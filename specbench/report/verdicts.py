@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from specbench.measure.metrics.engine import is_off
+from specbench.measure.metrics.engine import UNLIKELY, is_off
 from specbench.measure.metrics.statistics import verdict
 from specbench.report.cells import ratio_text
 from specbench.system.settings import TYPICAL
 
 if TYPE_CHECKING:
     from rich.text import Text
-
-UNLIKELY = 1e-4  # p value of as many ties as there are
 
 
 def faults(summary: dict, with_baseline: bool = True, with_speed: bool = True) -> list[str]:
@@ -46,11 +44,7 @@ def violates(summary: dict) -> bool:
 
 def improbable(summary: dict) -> list[str]:
     """The arms whose tokens are too likely, too unlikely or too like their drafts to be the target's draws."""
-    return [
-        arm
-        for arm, one in summary["likelihood"].items()
-        if is_off(one["standard_errors"], one.get("rare_p"), one.get("lean"))
-    ]
+    return [arm for arm, one in summary["likelihood"].items() if is_off(one)]
 
 
 def too_many_ties(summary: dict) -> bool:

@@ -34,7 +34,7 @@ from specbench.engines.audit import (
     multinomial_p,
     same_answers,
 )
-from specbench.measure.metrics.engine import RARE, SURPRISE
+from specbench.measure.metrics.engine import SURPRISE, UNLIKELY, is_off
 from specbench.measure.numeric_noise import ENGINE_NOISE
 from specbench.models import pairs
 from specbench.models.pairs import load_pair
@@ -43,6 +43,7 @@ from specbench.system.files import read_json
 from tests.support.commands import exit_code
 from tests.support.conf import composed
 from tests.support.decoding import generate_with_transformers, random_pair
+from tests.support.messages import shown
 
 PROMPT, NEW = [3, 9, 27, 11, 33, 29, 17], 24
 
@@ -94,7 +95,7 @@ def test_answers_of_transformers_in_half_precision_are_none_that_another_program
         answers.append(answered(text[0, len(prompt) :].tolist(), prompt, str(i)))
     [arm] = arms_of(Referee(pair, temperature), {"answers": answers}, NEW, None)
     if temperature:
-        assert abs(arm.surprise) < SURPRISE
+        assert abs(errors(arm)) < SURPRISE
     else:
         assert arm.verdicts[VIOLATION] == 0 and 0.01 < arm.bound < 1
         broken = replace(answers[0], tokens=[*answers[0].tokens[:5], 44, *answers[0].tokens[6:]])
@@ -210,8 +211,8 @@ def test_drawn_answers_must_end_where_one_may_be_drawn():
     bare = [replace(one, tokens=one.tokens[:-1]) if one in ended else one for one in right]
     cut, empty = ([replace(one, tokens=one.tokens[:n]) for one in right] for n in (2, 0))
     whole, without, short, nothing = drawn_arms(pair, right, bare, cut, empty)
-    assert abs(whole.surprise) < SURPRISE and abs(without.surprise) < SURPRISE
-    assert short.surprise < -SURPRISE and nothing.surprise < -SURPRISE
+    assert abs(errors(whole)) < SURPRISE and abs(errors(without)) < SURPRISE
+    assert errors(short) < -SURPRISE and errors(nothing) < -SURPRISE
     assert [arm.wrong_ends for arm in (whole, without, short, nothing)] == [0] * 4
     late = [replace(one, tokens=[*one.tokens, 5]) for one in ended]
     [arm] = drawn_arms(pair, late)
@@ -269,6 +270,10 @@ def drawn(pair, count: int, temperature: float, prompt=PROMPT, new: int = 10) ->
     return [answered(tokens, prompt, str(i), cap=new) for i, tokens in enumerate(answers)]
 
 
+def errors(arm: Arm) -> float:
+    return arm.judgement["standard_errors"]
+
+
 def drawn_arms(pair, *answers: list[Answered]) -> list[Arm]:
     referee = Referee(pair, 0.8)
     return arms_of(referee, {f"{i}": some for i, some in enumerate(answers)}, None, 0.0)
@@ -286,11 +291,11 @@ def test_drawn_answers_are_as_likely_as_drawn_ones():
     ]
     hot, cold = drawn(pair, 60, 1.3), drawn(pair, 60, 0.4)
     arms = drawn_arms(pair, right, noise, hot, cold, [answered(greedy(pair))] * 3)
-    assert abs(arms[0].surprise) < SURPRISE
+    assert abs(errors(arms[0])) < SURPRISE and not is_off(arms[0].judgement)
     for arm in arms[1:3]:
-        assert arm.surprise < -SURPRISE
+        assert errors(arm) < -SURPRISE
     for arm in arms[3:]:
-        assert arm.surprise > SURPRISE
+        assert errors(arm) > SURPRISE
     first = {
         name: p for arm in arms[:3] for _, _, p in first_tokens(Referee(pair, 0.8), arm) for name in arm.name
     }
@@ -301,11 +306,13 @@ def test_drawn_answers_are_as_likely_as_drawn_ones():
 def test_a_token_that_is_hardly_ever_drawn_is_a_violation():
     """Whatever all other tokens are."""
     (arm,) = drawn_arms(pair := random_pair("llama"), drawn(pair, 20, 0.8))
-    assert abs(arm.surprise) < SURPRISE and arm.rare_p > RARE and not command._is_off(arm)
+    assert arm.judgement["rare_p"] > UNLIKELY and not is_off(arm.judgement)
     first, *others = arm.judged
     wrong = replace(first, likely=replace(first.likely, rarest=[1e-12, *first.likely.rarest[:-1]]))
     arm = replace(arm, judged=[wrong, *others])
-    assert arm.rare_p < RARE and command._is_off(arm) and command._facts_of(arm, True)["wrong"]
+    assert arm.judgement["rare_p"] < UNLIKELY and command._facts_of(arm, True)["wrong"]
+    table = shown(command._drawn_table([arm], {}), width=200)
+    assert "violation: tokens that are hardly ever drawn" in table
 
 
 def test_first_tokens_raise_no_more_false_alarms_than_their_p_says():

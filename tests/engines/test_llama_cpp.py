@@ -112,9 +112,9 @@ class TestForReal:
         "remeasure=0",
     )
 
-    def summary_of(self, tmp_path: Path, *words: str) -> dict:
+    def summary_of(self, tmp_path: Path, *words: str, code: int = 0) -> dict:
         done = cli(tmp_path, *self.RUN, *words)
-        assert done.returncode == 0, done.stderr
+        assert done.returncode == code, done.stderr
         return read_run(Path(tmp_path, done.stdout.splitlines()[-1])).summary
 
     @pytest.mark.parametrize("method", ["sps", "pld"])
@@ -126,7 +126,7 @@ class TestForReal:
         assert summary["overall"]["acceptance_length"] > (2 if method == "sps" else 1)
 
     def test_synthetic_acceptance_is_a_violation(self, tmp_path):
-        summary = self.summary_of(tmp_path, "method=sps", "+engine.speculative.sps.synth_len=3.0")
+        summary = self.summary_of(tmp_path, "method=sps", "+engine.speculative.sps.synth_len=3.0", code=1)
         assert summary["equivalence"]["violation"] >= 5
 
     def test_drawn_answers_are_likely(self, tmp_path):

@@ -9,7 +9,7 @@ FAULTS = (
         "specbench/engines/dialects.py",
         "left = one.accepted - accepted + 1",
         "left = one.accepted - accepted + 2",
-        ("tests/engines/test_served.py",),
+        ("tests/engines/test_dialects.py",),
     ),
     Fault(
         "a head that accepts nothing is measured",
@@ -17,7 +17,7 @@ FAULTS = (
         "specbench/engines/served.py",
         "if all(len(one.tokens) == 1 for one in passes):",
         "if not passes:",
-        ("tests/engines/test_served.py",),
+        ("tests/engines/test_handshake.py",),
     ),
     Fault(
         "a prefix cache is not seen",
@@ -25,7 +25,7 @@ FAULTS = (
         "specbench/engines/served.py",
         "    if reply.cached_tokens:\n        raise",
         "    if reply.cached_tokens is False:\n        raise",
-        ("tests/engines/test_served.py",),
+        ("tests/engines/test_handshake.py",),
     ),
     Fault(
         "a stream that breaks off counts as an answer",
@@ -33,7 +33,7 @@ FAULTS = (
         "specbench/engines/dialects.py",
         "if not (seen and seen[-1].token in stops):",
         "if not seen:",
-        ("tests/engines/test_served.py",),
+        ("tests/engines/test_dialects.py",),
     ),
     Fault(
         "our server sends the last token of a pass again",
@@ -89,7 +89,7 @@ FAULTS = (
         "specbench/engines/dialects.py",
         "reply.complete = complete if predicted > len(seen) else None",
         "reply.complete = None",
-        ("tests/engines/test_served.py",),
+        ("tests/engines/test_dialects.py",),
     ),
     Fault(
         "what a busy server sends together counts as one pass",
@@ -97,7 +97,7 @@ FAULTS = (
         "specbench/engines/served.py",
         "return [] if any(one.drafted is None for one in passes) else passes",
         "return passes",
-        ("tests/engines/test_served.py",),
+        ("tests/engines/test_dialects.py",),
     ),
     Fault(
         "comments of a hung server count as an answer",
@@ -105,7 +105,7 @@ FAULTS = (
         "specbench/engines/client.py",
         "elif arrived - heard > timeout:",
         "elif arrived < heard:",
-        ("tests/engines/test_served.py",),
+        ("tests/engines/test_dialects.py",),
     ),
     Fault(
         "a setting that an engine does not read is taken",
@@ -174,7 +174,7 @@ FAULTS = (
         "            self._generation(name, *reply, request, several=True) "
         "for reply, request in zip(replies, requests)\n        ]\n"
         "        seconds = time.perf_counter() - begun\n",
-        ("tests/engines/test_served.py",),
+        ("tests/engines/test_dialects.py",),
     ),
     Fault(
         "a temperature that a server ignores is not seen",
@@ -182,7 +182,7 @@ FAULTS = (
         "specbench/engines/served.py",
         "            _check_read(name, reply, requests[0])\n",
         "",
-        ("tests/engines/test_served.py",),
+        ("tests/engines/test_handshake.py",),
     ),
     Fault(
         "draft tokens that an ended answer does not hold count as accepted",
@@ -190,7 +190,7 @@ FAULTS = (
         "specbench/engines/served.py",
         "accepted=min(accepted, emitted),",
         "accepted=accepted,",
-        ("tests/engines/test_served.py",),
+        ("tests/engines/test_dialects.py",),
     ),
     Fault(
         "another engine draws from a part of its distribution",
@@ -198,6 +198,6 @@ FAULTS = (
         "specbench/engines/dialects.py",
         '        "samplers": ["temperature"],\n',
         "",
-        ("tests/engines/test_served.py",),
+        ("tests/engines/test_dialects.py",),
     ),
 )

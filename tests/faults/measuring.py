@@ -63,8 +63,16 @@ FAULTS = (
         "a token that is never drawn hides among many",
         "measuring",
         f"{M}/metrics/engine.py",
-        "and (rare is None or rare >= RARE)",
+        "and all(p >= UNLIKELY for p in p_values)",
         "",
+        ("tests/measure/test_likelihood.py",),
+    ),
+    Fault(
+        "opposite errors of sampled answers cancel",
+        "measuring",
+        f"{M}/metrics/engine.py",
+        'for key in ("rare_p", "spread_p") if',
+        'for key in ("rare_p",) if',
         ("tests/measure/test_likelihood.py",),
     ),
     Fault(

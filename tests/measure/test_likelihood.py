@@ -14,12 +14,15 @@ from specbench.decoding.state import Request
 from specbench.measure import certify
 from specbench.measure.likelihood import BLOCK, RAREST, likelihood, of_logits
 from specbench.measure.metrics.engine import (
-    RARE,
     SURPRISE,
+    UNLIKELY,
     errors_of,
     is_off,
+    judgement,
     likelihoods,
     rare_p,
+    rarities,
+    spread_p,
     standard_errors,
 )
 from tests.support.decoding import random_pair
@@ -97,16 +100,19 @@ def test_tokens_that_are_hardly_ever_drawn_are_found_among_many(temperature, noi
         honest, *parts = (
             asdict(of_logits(exact[s], tokens[s], temperature, noise)) for s in (slice(None), *pieces)
         )
-        assert rare_p([honest]) > RARE and rare_p(parts) == pytest.approx(rare_p([honest]))
+        assert rare_p([honest]) > UNLIKELY and rare_p(parts) == pytest.approx(rare_p([honest]))
         if seed:
             continue
+        judged = {"standard_errors": 0.0, "rare_p": rare_p([honest]), "spread_p": None}
         tokens[7] = 5
         few, many = (asdict(of_logits(exact[:n], tokens[:n], temperature, noise)) for n in (1000, PLACES))
-        assert rare_p([few]) < RARE < rare_p([many]), "that often a random number is exactly 0"
+        assert rare_p([few]) < UNLIKELY < rare_p([many]), "that often a random number is exactly 0"
         assert temperature < 1 or abs(errors_of([few])) < SURPRISE
         tokens[9] = 5
         wrong = asdict(of_logits(exact, tokens, temperature, noise))
-        assert rare_p([wrong]) < RARE and is_off(0.0, rare_p([wrong])) and not is_off(0.0, rare_p([honest]))
+        assert (
+            rare_p([wrong]) < UNLIKELY and is_off(judged | {"rare_p": rare_p([wrong])}) and not is_off(judged)
+        )
         assert temperature < 1 or abs(errors_of([wrong])) < SURPRISE
 
 
@@ -122,6 +128,32 @@ def test_the_least_likely_tokens_are_few_and_their_chances_those_of_a_draw():
         p_values.append(rare_p([asdict(one)]))
     assert sum(p < 0.05 for p in p_values) <= 30  # 20 at most are expected
     assert rare_p([{"tokens": 0, "rarest": []}]) == 1.0
+
+
+@pytest.mark.parametrize("places", [1, 8, 48])
+@pytest.mark.parametrize("temperature", [0.1, 0.3, 1.0])
+def test_answers_that_are_drawn_are_not_spread_more_than_chance_has_it(temperature, places):
+    """Of 100 runs of 20 answers each; steep distributions, too, whose sums are far from normal."""
+    logits = 3 * torch.randn(20 * places, VOCAB, generator=torch.Generator().manual_seed(places))
+    p_values = []
+    for seed in range(100):
+        tokens = drawn(logits, temperature, seed)
+        parts = [slice(places * i, places * (i + 1)) for i in range(20)]
+        p_values.append(spread_p([asdict(of_logits(logits[s], tokens[s], temperature)) for s in parts]))
+    assert min(p_values) > UNLIKELY and sum(p < 0.01 for p in p_values) <= 5
+
+
+def test_opposite_errors_of_answers_do_not_cancel():
+    """Half of them drawn too cold, half too hot: the sum is right, the answers are not."""
+    logits = 2 * torch.randn(PLACES, VOCAB, generator=torch.Generator().manual_seed(1))
+    parts = [slice(i, i + 100) for i in range(0, PLACES, 100)]
+    likely = []
+    for i, part in enumerate(parts):
+        tokens = drawn(logits[part], 0.8 if i % 2 else 1.24, i)
+        likely.append(asdict(of_logits(logits[part], tokens, 1.0)))
+    judged = judgement(likely)
+    assert abs(judged["standard_errors"]) < SURPRISE and judged["rare_p"] > UNLIKELY > judged["spread_p"]
+    assert is_off(judged) and rarities(judged)[0].startswith("single answers too far off (p = ")
 
 
 def test_nothing_blurs_without_noise():
@@ -168,6 +200,7 @@ def test_a_run_sums_over_its_answers():
         "logprob": -0.5,
         "standard_errors": pytest.approx(-8.0 * count / (4.0 * count) ** 0.5),
         "rare_p": None,
+        "spread_p": pytest.approx(0.0, abs=1e-6),
         "lean": None,
     }
     assert numbers["baseline"]["standard_errors"] == pytest.approx(count / (4.0 * count) ** 0.5)

@@ -23,7 +23,8 @@ def test_violations_of_any_arm_count_but_those_of_a_lossy_control():
     for arm in ({"equivalence": many}, {"baseline__equivalence": many}):
         assert verdicts.violates(changed(SUMMARY, **arm))
         assert not verdicts.violates(changed(SUMMARY, verification="typical", **arm))
-    assert verdicts.violates(changed(SUMMARY, likelihood={"method": {"standard_errors": -9.0}}))
+    off = {"standard_errors": -9.0, "rare_p": None, "spread_p": None}
+    assert verdicts.violates(changed(SUMMARY, likelihood={"method": off}))
     assert verdicts.violates(changed(SERVED, engine__again_equivalence=many))
     assert not any(verdicts.violates(one) for one in (SUMMARY, SERVED, nothing(), changed(SUMMARY, failed=2)))
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 SURPRISE = 4.0  # standard errors: by chance beyond them once in 16,000 times
-RARE = 1e-4  # p value of the least likely tokens
+UNLIKELY = 1e-4  # p value, below which answers are not right ones
 GRAIN = 2.0**-24  # how often a random number in single precision is exactly 0, which draws any first token
 TINY = 1e-12  # in place of no variance
 MOMENTS = ("surprise", "variance", "third", "blurred_surprise", "blurred_variance", "blurred_third")
@@ -51,8 +51,7 @@ def likelihoods(records: list[dict]) -> dict[str, dict]:
     """By arm, the likelihood of its drawn tokens under the target; {} if answers are judged by their tokens.
 
     - logprob: mean log p of a token.
-    - standard_errors: by which the tokens are less likely than drawn ones (negative), or likelier.
-    - rare_p: p value of the least likely tokens, as `rare_p` has it; None in older records.
+    - standard_errors, rare_p, spread_p: as `judgement` has them.
     - lean: standard errors of the method's lean towards its drafts, or away (negative); None if no chain was drawn.
     """
     turns = (turn.get("likelihood") for record in records for turn in record["turns"])
@@ -69,11 +68,27 @@ def likelihoods(records: list[dict]) -> dict[str, dict]:
         total, variance = (sum(one[key] for one in leans) for key in ("total", "variance"))
         by_arm[arm] = {
             "logprob": ratio(logprob, tokens),
-            "standard_errors": errors_of(answers),
-            "rare_p": rare_p(answers) if all("rarest" in one for one in answers) else None,
+            **judgement(answers),
             "lean": total / math.sqrt(variance) if variance > 0.0 else None,
         }
     return by_arm
+
+
+def judgement(likelihoods: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
+    """Three tests of whether answers are drawn from the target's distributions.
+
+    - standard_errors: by which all tokens are less likely than drawn ones (negative), or likelier.
+    - rare_p: p value of the least likely tokens; None in older records.
+    - spread_p: p value of the answers' own distances: opposite errors of several answers cancel in the sum of all.
+
+    Args:
+        likelihoods: of the answers, as `Likelihood` has them.
+    """
+    return {
+        "standard_errors": errors_of(likelihoods),
+        "rare_p": rare_p(likelihoods) if all("rarest" in one for one in likelihoods) else None,
+        "spread_p": spread_p(likelihoods),
+    }
 
 
 def errors_of(likelihoods: Sequence[Mapping[str, float]]) -> float:
@@ -112,15 +127,37 @@ def rare_p(likelihoods: Sequence[Mapping[str, Any]]) -> float:
     return min(float(stats.binom.sf(rarer, tokens, chance)) for rarer, chance in enumerate(chances))
 
 
-def is_off(errors: float, rare: float | None, lean: float | None = None) -> bool:
+def spread_p(likelihoods: Sequence[Mapping[str, Any]]) -> float:
+    """Probability that drawn answers are on the whole as far off, each by itself, as these.
+
+    The squares of each answer's standard errors have a sum with a chi-square distribution, or a narrower one: few
+    tokens, of which the most likely one is nearly certain, have less than one standard error.
+
+    Args:
+        likelihoods: of the answers, as `Likelihood` has them.
+    """
+    from scipy import stats  # late, as below
+
+    squares = sum(errors_of([one]) ** 2 for one in likelihoods)
+    return float(stats.chi2.sf(squares, len(likelihoods)))
+
+
+def is_off(judged: Mapping[str, Any]) -> bool:
     """Whether tokens are not drawn from the target's distributions; True for NaN, from invalid logits.
 
     Args:
-        errors: standard errors off.
-        rare: p value of the least likely tokens, if there is one.
-        lean: standard errors of a lean towards the drafts, if it was measured.
+        judged: as from `judgement`, with the standard errors of a `lean` towards the drafts if that was measured.
     """
-    return not (abs(errors) <= SURPRISE and abs(lean or 0.0) <= SURPRISE and (rare is None or rare >= RARE))
+    errors = judged["standard_errors"], judged.get("lean") or 0.0
+    p_values = (judged[key] for key in ("rare_p", "spread_p") if judged[key] is not None)
+    return not (all(abs(one) <= SURPRISE for one in errors) and all(p >= UNLIKELY for p in p_values))
+
+
+def rarities(judged: Mapping[str, Any]) -> list[str]:
+    """What `is_off` found beside the sum of all tokens, in words."""
+    words = {"rare_p": "tokens that are hardly ever drawn", "spread_p": "single answers too far off"}
+    p_values = ((what, judged[key]) for key, what in words.items())
+    return [f"{what} (p = {p:.1g})" for what, p in p_values if p is not None and p < UNLIKELY]
 
 
 def standard_errors(surprise: float, variance: float, third: float = 0.0) -> float:

@@ -47,6 +47,8 @@ def migrated_summary(summary: Any) -> Any:
     if "likelihood" not in summary:  # once of other engines alone, among their numbers
         arms = (summary["engine"] or {}).get("likelihood") or {}
         summary["likelihood"] = {arm: one for arm, one in arms.items() if one is not None}
+    later = dict.fromkeys(("rare_p", "spread_p", "lean"))  # tests that older runs did not make
+    summary["likelihood"] = {arm: later | one for arm, one in summary["likelihood"].items()}
     if "unit" in summary or "drafter" not in summary:
         return summary
     return summary | {"unit": QUESTION if summary["drafter"] is None else POOL}
