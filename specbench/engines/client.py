@@ -66,7 +66,9 @@ def events(url: str, path: str, body: Mapping, timeout: float) -> Iterator[tuple
                 elif arrived - heard > timeout:  # comments alone, which keep a connection open
                     raise TimeoutError
         except TimeoutError as error:
-            raise EngineError(f"{path} was silent for {timeout:.0f} s") from error
+            raise EngineError(
+                f"{path} was silent for {timeout:.0f} s: if it only needs longer, raise engine.answer_seconds"
+            ) from error
         except (OSError, http.client.HTTPException) as error:
             raise EngineError(f"{path} broke off: {type(error).__name__} {error}".rstrip()) from error
 

@@ -20,11 +20,12 @@ from specbench.decoding.trace import Generation, Step, counted
 from specbench.engines.client import EngineError, RefusedError
 from specbench.engines.dialects import DIALECTS, TargetPass
 from specbench.engines.environments import check_install, program
+from specbench.engines.server import wait_for
 from specbench.system.errors import JobError, UserError, one_line
 from specbench.system.paths import existing_file
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from specbench.decoding.engine import Rounds
     from specbench.decoding.state import Request
@@ -36,8 +37,11 @@ RESTARTS = 3  # of a server in a run, before it is given up
 REMEMBERS = (
     0.9  # of the passes of first answers: with fewer for the same answers again, drafts come from memory
 )
-SETTLING = 5.0  # seconds that servers get to become idle
-LOOK, IDLE = 0.05, 0.2  # seconds of a look at them, and the share of a core below which they are idle
+TRIALS, TRIED_PASSES = (
+    3,
+    40,
+)  # warm-up questions, and speculative passes, of which it knows what a server does
+ENDING = 1.0  # seconds that a server which broke off gets to end
 LEAST_MERGED = 3  # in one answer: a short one may arrive in a few pieces
 MERGED = 0.25  # of the plain server's passes: if more have several tokens, it drafts and is not just busy
 PLAIN, SPECULATIVE = "plain", "speculative"
@@ -122,8 +126,7 @@ class ServedEngine:
         try:
             for server in self.servers.values():
                 server.start()
-            for server in self.servers.values():
-                server.wait()
+            wait_for(self.servers.values())
             self._shake_hands(prompts)
         except EngineError as error:
             self.close()
@@ -149,29 +152,14 @@ class ServedEngine:
         try:
             reply = self._reply(PLAIN, request, tops=True).completed()
         except (EngineError, RefusedError) as error:
-            self._note(f"{PLAIN}: it gives no log-probabilities: {error}")
+            self.note(f"{PLAIN}: it gives no log-probabilities: {error}")
             reply = self._answer(PLAIN, request)[0].completed()
         return reply.tokens, reply.tops
 
-    def settle(self) -> None:
-        """Waits until our servers are idle: vLLM's workers spin for a second after an answer, on shared cores."""
-        deadline, before, used = time.monotonic() + SETTLING, self._cpu_seconds(), math.inf
-        while self.is_ours and used > IDLE * LOOK and time.monotonic() < deadline:
-            time.sleep(LOOK)
-            now = self._cpu_seconds()
-            used, before = now - before, now
-
-    def _cpu_seconds(self) -> float:
-        return sum(server.cpu_seconds() for server in self.servers.values())
-
-    def settled(self, arm: Callable[[list[Request]], Rounds]) -> Callable[[list[Request]], Rounds]:
-        """The arm, which then starts while our servers are idle."""
-
-        def after_settling(requests: list[Request]) -> Rounds:
-            self.settle()
-            return (yield from arm(requests))
-
-        return after_settling
+    def note(self, fault: str) -> None:
+        """Adds a fault unless it was noted before."""
+        if fault not in self.faults:
+            self.faults.append(fault)
 
     def close(self) -> None:
         """Ends both servers."""
@@ -185,11 +173,9 @@ class ServedEngine:
         if at_once == 1:
             answers = []
             for request in requests:
-                self.settle()
                 answers.append(self._generation(name, *self._answer(name, request), request))
                 yield len(answers[-1].tokens)
             return answers
-        self.settle()
         starts = None
         while starts != self.servers[name].starts:  # once more if a server was restarted meanwhile
             starts, begun = self.servers[name].starts, time.perf_counter()
@@ -230,12 +216,11 @@ class ServedEngine:
         try:
             return self._timed(name, request, several)
         except EngineError as error:
-            self.faults.append(f"{name}: {error}")
+            ended = server.how_it_ended(ENDING)
+            self.faults.append(f"{name}: {error}" + (f"; it {ended}" if ended else ""))
             with self._restarting:  # only the first of several requests that fail together
-                if server.starts == starts:
-                    if not server.is_ours or starts > RESTARTS:
-                        raise JobError(f"the {name} server failed: {error}") from error
-                    server.restart()
+                if server.starts == starts and (starts > RESTARTS or not server.revive()):
+                    raise JobError(f"the {name} server failed: {error}") from error
         try:
             self._reply(name, request)  # the first answer of a server is not timed
             return self._timed(name, request, several)
@@ -251,7 +236,7 @@ class ServedEngine:
             if (merged := _merged(passes)) > max(MERGED * len(passes), LEAST_MERGED):
                 raise EngineError(f"{merged} of {len(passes)} passes of the plain server gave several tokens")
             if merged:
-                self._note(
+                self.note(
                     f"{PLAIN}: it sends some passes together: where {SPECULATIVE} gives no counts of passes, its "
                     "acceptance lengths are too high"
                 )
@@ -276,7 +261,7 @@ class ServedEngine:
     ) -> Generation:
         """Converts a reply for the journal: the prompt's pass, then a round for each other pass."""
         if reply.cached_tokens:
-            self._note(
+            self.note(
                 f"{name}: it remembers prompts, which makes second answers faster: disable its prefix cache"
             )
         try:
@@ -311,56 +296,54 @@ class ServedEngine:
             before = one.at
         return Generation(tokens, first.at - begun, reply.ended - begun, finish, steps)
 
-    def _note(self, fault: str) -> None:
-        """Adds a fault unless it was noted before."""
-        if fault not in self.faults:
-            self.faults.append(fault)
-
     # -- before anything is timed
 
     def _shake_hands(self, requests: Sequence[Request]) -> None:
         """Raises UserError, with what to set, if a server does not meet the requirements of a measurement.
 
-        Greedy answers show that drafts are accepted; drawn ones may be wrong for another reason.
+        The longest prompt comes first: caches of prompts keep whole blocks. Greedy answers show that drafts are
+        accepted; drawn ones may be wrong for another reason. Each server answers in turn, so that none spins meanwhile.
         """
-        plain: list[TargetPass] = []
-        speculative: list[TargetPass] = []
-        of_second_answers = 0
-        for name in (PLAIN, SPECULATIVE):
-            reply = self._reply(name, requests[0])
-            if not reply.tokens:  # before it was completed: a stream without ids has no times
-                raise EngineError(f"the stream of the {name} server holds no token ids")
-            _check_read(name, reply, requests[0])
-            if reply.cached_tokens is None and not self.servers[name].is_ours:
-                self._note(
-                    f"{name}: it does not report cached prompt tokens, and a prefix cache makes second answers "
-                    "faster: make sure that it is off (vLLM reports them with --enable-prompt-tokens-details)"
-                )
-        for drawn in requests:
-            request = replace(drawn, decoding=replace(drawn.decoding, temperature=0.0))
-            replies, again = (
-                {name: self._reply(name, request).completed() for name in (PLAIN, SPECULATIVE)}
-                for _ in range(2)
-            )
-            for name, reply in (*replies.items(), *again.items()):
-                _check_read(name, reply, request)
-                if truncate_at_stop(reply.tokens, self.pair.stop_ids) != reply.tokens:
-                    raise UserError(
-                        f"the {name} server continues after a stop token: list that token in the model's files"
-                    )
-            plain += replies[PLAIN].passes[1:]
-            if again[PLAIN].tokens != replies[PLAIN].tokens:
-                self._note("plain: two answers to one prompt differ")
-            speculative += replies[SPECULATIVE].passes[1:]
-            of_second_answers += len(again[SPECULATIVE].passes[1:])
+        longest_first = sorted(requests, key=lambda one: len(one.prompt), reverse=True)
+        greedy = [replace(one, decoding=replace(one.decoding, temperature=0.0)) for one in longest_first]
+        replies = [self._tried(PLAIN, request) for request in greedy[:TRIALS]]
+        if self._tried(PLAIN, greedy[0]).tokens != replies[0].tokens:
+            self.note("plain: two answers to one prompt differ")
+        plain = [one for reply in replies for one in reply.passes[1:]]
         if any(one.drafted for one in plain) or _merged(plain) > MERGED * len(plain):
             raise UserError("the plain server drafts: start it without speculation")
+        speculative: list[TargetPass] = []
+        of_second_answers = 0
+        for number, request in enumerate(greedy, start=1):
+            speculative += self._tried(SPECULATIVE, request).passes[1:]
+            of_second_answers += len(self._tried(SPECULATIVE, request).passes[1:])
+            if number >= TRIALS and len(speculative) >= TRIED_PASSES and _merged(speculative):
+                break
         self._check_drafts(speculative)
         if of_second_answers < REMEMBERS * len(speculative):
             self.faults.append(
                 f"{SPECULATIVE}: it remembers answers ({len(speculative)} passes at first, {of_second_answers} for the "
                 "same again): repeats, and turns that are measured again, flatter it"
             )
+        for name in (PLAIN, SPECULATIVE) if longest_first[0] != greedy[0] else ():
+            self._tried(name, longest_first[0])  # shows whether the temperature is used
+
+    def _tried(self, name: str, request: Request) -> Reply:
+        """An answer, complete. Raises UserError if it shows that the server cannot be measured."""
+        reply = self._reply(name, request)
+        if not reply.tokens:  # before it is completed: a stream without ids has no times
+            raise EngineError(f"the stream of the {name} server holds no token ids")
+        _check_read(name, reply.completed(), request)
+        if reply.cached_tokens is None and not self.servers[name].is_ours:
+            self.note(
+                f"{name}: it does not report cached prompt tokens, and a prefix cache makes second answers faster: "
+                "make sure that it is off (vLLM reports them with --enable-prompt-tokens-details)"
+            )
+        if truncate_at_stop(reply.tokens, self.pair.stop_ids) != reply.tokens:
+            raise UserError(
+                f"the {name} server continues after a stop token: list that token in the model's files"
+            )
+        return reply
 
     @staticmethod
     def _check_drafts(passes: list[TargetPass]) -> None:

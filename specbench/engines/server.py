@@ -24,7 +24,7 @@ from specbench.system.errors import UserError
 from specbench.system.processes import own_cores
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Iterable
 
 HOST = "127.0.0.1"
 POLL_SECONDS = 0.05  # between two readiness checks
@@ -38,7 +38,7 @@ LAST_LINES = 3  # of what a server printed, when it failed
 
 @dataclass(slots=True)
 class Server:
-    """A server: `start` it, `wait` until it is ready.
+    """A server: `start` it, `wait_for` it until it is ready.
 
     Attributes:
         name: of the arm that it serves, for errors.
@@ -80,44 +80,43 @@ class Server:
             start_new_session=True,
         )
 
-    def wait(self) -> None:
-        """Waits until the server is ready, and gives it its cores. Raises UserError if it ends or takes too long."""
-        deadline = time.monotonic() + self.seconds
-        while not is_ready(self.url, self.ready):
-            if self._process is not None and self._process.poll() is not None:
-                how = _name_of(self._process.returncode)
-                raise UserError(f"the {self.name} server ended with {how}: {self._printed()}")
-            if time.monotonic() > deadline:
-                self.close()
-                raise UserError(
-                    f"the {self.name} server at {self.url} was not ready after {self.seconds:.0f} s"
-                )
-            time.sleep(POLL_SECONDS)
+    def is_up(self) -> bool:
+        """Whether the server is ready; it then gets its cores. Raises UserError if it has ended."""
+        if ended := self.how_it_ended():
+            raise UserError(f"the {self.name} server {ended}")
+        if not is_ready(self.url, self.ready):
+            return False
         if self._process is not None and self.cores:
             _pin(self._process, self.cores)
+        return True
+
+    def how_it_ended(self, seconds: float = 0.0) -> str:
+        """How the process ended, and what it printed last; empty if it runs on for some seconds, or is not ours."""
+        if self._process is None:
+            return ""
+        try:
+            code = self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return ""
+        return f"ended with {_name_of(code)}: {self._printed()}"
 
     @property
     def is_ours(self) -> bool:
         """Whether this process starts and ends it."""
         return self.command is not None
 
-    def cpu_seconds(self) -> float:
-        """CPU time that the server and the processes it has started have used; 0 if it is not ours."""
-        if self._process is None:
-            return 0.0
-        total = 0.0
-        with suppress(psutil.NoSuchProcess):
-            for one in _family(self._process):
-                with suppress(psutil.NoSuchProcess):
-                    times = one.cpu_times()
-                    total += times.user + times.system
-        return total
+    def revive(self) -> bool:
+        """Starts the server anew; if somebody else started it, returns whether it is still ready.
 
-    def restart(self) -> None:
-        """Ends the server and starts it again. Raises UserError as `wait`."""
+        Raises UserError as `wait_for`.
+        """
+        self.starts += self.command is None  # an attempt, too
+        if self.command is None:
+            return is_ready(self.url, self.ready)
         self.close()
         self.start()
-        self.wait()
+        wait_for([self])
+        return True
 
     def close(self) -> None:
         """Ends the server, and all processes that it has started."""
@@ -135,6 +134,19 @@ class Server:
         self._log.seek(0)
         lines = filter(None, (line.decode(errors="replace").strip() for line in self._log))
         return " | ".join(deque(lines, LAST_LINES)) or "it printed nothing"
+
+
+def wait_for(servers: Iterable[Server]) -> None:
+    """Waits until all servers are ready, or one fails. Raises UserError if one ends or takes too long."""
+    begun, waiting = time.monotonic(), [*servers]
+    while waiting := [server for server in waiting if not server.is_up()]:
+        for server in waiting:
+            if time.monotonic() - begun > server.seconds:
+                raise UserError(
+                    f"the {server.name} server at {server.url} was not ready after {server.seconds:.0f} s: if it only "
+                    "needs longer, raise engine.start_seconds"
+                )
+        time.sleep(POLL_SECONDS)
 
 
 def own_environment() -> dict[str, str]:

@@ -121,8 +121,8 @@ class Served(Protocol):
     def speculative(self, requests: list[Request]) -> Rounds:
         """The arm with speculation."""
 
-    def settle(self) -> None:
-        """Waits until its servers are idle."""
+    def note(self, fault: str) -> None:
+        """Adds a fault unless it was noted before."""
 
     def tops(self, request: Request) -> tuple[list[int], list[dict[int, float]]]:
         """Returns a plain answer, and the log-probabilities by id at each of its places."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from specbench.config.spec import AGAIN, BASELINE, HF, METHOD, POOL
+from specbench.config.spec import AGAIN, BASELINE, HF, METHOD, OWN_LOOP, POOL
 from specbench.decoding.sampling import TARGET, position_draws, truncate_at_stop
 from specbench.measure.lean import Lean, leans
 from specbench.measure.likelihood import Likelihood, likelihood
@@ -134,8 +134,9 @@ class Certifier:
         With another engine, later answers of the reference are judged with the arm that repeats its plain answers: if
         they differ, the engine is not stable, whatever the method does.
 
-        Answers to other prompts are not judged, nor those drawn with other random numbers than the reference's: by
-        transformers, by another engine, or with a drafter that draws.
+        Answers to other prompts are not judged, nor those drawn with other random numbers than the reference's (by
+        transformers, by another engine, or with a drafter that draws), unless they continue after their end. Where our
+        loop's answer differs from another engine's, it is that engine's that is followed to its end.
 
         Args:
             arm: its name.
@@ -145,9 +146,19 @@ class Certifier:
         """
         setup, request = self.setup, requests[self.setup.reference]
         prompt, decoding, stop_ids = request.prompt, request.decoding, setup.pair.stop_ids
+        if setup.served is None:
+            judged = {arm, setup.reference}
+        else:
+            judged = {AGAIN, BASELINE, setup.reference} if arm == AGAIN else {arm}
+        texts = {tuple(answer.tokens) for name in judged for answer in answers[name]}
+        if setup.served is not None and arm == OWN_LOOP:
+            texts, first = {tuple(first)}, answers[OWN_LOOP][0].tokens
         same_draws = decoding.greedy or arm == BASELINE or (arm == METHOD and setup.drafter.deterministic)
         if not same_draws or requests[arm].prompt != prompt:
-            return Certificate(None, None, None, None)
+            late = any(
+                len(truncate_at_stop(text[: decoding.max_new_tokens], stop_ids)) < len(text) for text in texts
+            )
+            return Certificate("violation" if late else None, None, None, None)
 
         def margin(logits: torch.Tensor, token: int, index: int) -> float:
             if decoding.greedy:
@@ -171,10 +182,6 @@ class Certifier:
                 margins.append(greedy_margin(logits[-1], stop_ids) if decoding.greedy else math.inf)
             return max(margins, key=lambda one: math.inf if math.isnan(one) else one, default=0.0)
 
-        judged = {arm}
-        if setup.served is None or arm == AGAIN:
-            judged.add(setup.reference)
-        texts = {tuple(answer.tokens) for name in judged for answer in answers[name]}
         return worst(
             certify(first, list(text), stop_ids, margin_at, lambda: self.noise(arm), worst_after)
             for text in texts

@@ -16,7 +16,7 @@ from specbench.decoding.model.graphs import GraphRunner
 from specbench.decoding.trace import Clock
 from specbench.measure.interleave import Interleaver
 from specbench.measure.machine import hardware
-from specbench.measure.machine.watch import LOST, Watch, added, between
+from specbench.measure.machine.watch import LOST, SETTLING, Watch, added, between
 from specbench.measure.remeasure import CAPTURED, Attempt, Slice, least_disturbed
 
 if TYPE_CHECKING:
@@ -99,6 +99,21 @@ class Conductor:
         }
         return Measurement(answers, attempts, machine)
 
+    def settle(self) -> None:
+        """Waits until another engine's servers are idle.
+
+        A worker of vLLM spins for a second after an answer, on the cores of the next arm. That is no disturbance by
+        others, and the arms do not follow one another equally often, so it would favour one of them.
+        """
+        served = self.setup.served
+        if served is None:
+            return
+        self.watch.find_children(served.ports)
+        if not self.watch.idle_children():
+            served.note(
+                f"its servers compute for more than {SETTLING:.0f} s after an answer, which slows the next arm"
+            )
+
     def _attempt(self, requests: dict[str, list[Request]]) -> Attempt:
         device, order = self.setup.pair.device, list(requests)
         slices: dict[str, list[Slice]] = {name: [] for name in order}
@@ -110,6 +125,7 @@ class Conductor:
             counts_memory = name == METHOD and self.setup.spec.unit == POOL and in_process
             if counts_memory:
                 hardware.reset_peak_memory(device)
+            self.settle()
             before, captured = self.watch.read(), GraphRunner.captures_of_all
             yield
             counted = between(before, self.watch.read())

@@ -259,7 +259,7 @@ class Job:
         chosen |= make_ready(bench, self.cfg, earlier, self.questions)
         if chosen["unfit"]:
             print(f"this machine is not fit for measuring now: {'; '.join(chosen['unfit'])}", file=sys.stderr)
-        probes = Probes(setup.pair.device, None if setup.served is None else setup.served.settle)
+        probes = Probes(setup.pair.device, bench.conductor.settle)
         first = probes.take()
         speed = {"machine": probes.machine, "best": probes.best}
         chosen["engine_version"] = None if setup.served is None else setup.served.version

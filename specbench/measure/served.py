@@ -53,8 +53,7 @@ def prepare_served(cfg: DictConfig, spec: RunSpec) -> Bench:
     protocol = Protocol(pair, decoding, cfg.protocol, cfg.seed, warmup_questions(cfg.data))
     served.open(protocol.warm_up_requests(HANDSHAKE_TOKENS))
     loop = Engine(pair.staged, Drafter(), pair.stop_ids, None, pair.context_length)
-    arms = {BASELINE: served.plain, METHOD: served.speculative, AGAIN: served.plain}
-    arms[OWN_LOOP] = served.settled(loop.rounds)
+    arms = {BASELINE: served.plain, METHOD: served.speculative, AGAIN: served.plain, OWN_LOOP: loop.rounds}
     if spec.batch_size > 1:
         arms[SINGLE] = served.single
     setup = Setup(pair, pair.staged, Drafter(), arms, spec, served=served, engines=[loop])

@@ -286,6 +286,22 @@ class TestVllm:
         assert [one.accepted for one in reply.passes[1:]] == [2, 0, 3, 1, 2, 0, 0]
 
 
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_an_answer_without_a_draft_has_counts(pair, at_once):
+    """vLLM leaves out lists that are empty."""
+    stub = Stub(counting, drafts=True, fault="is plain", after=2)
+    with serving(Stub(counting), stub) as urls:
+        engine = engine_of(pair, urls, "openai")
+        engine.batch_size = at_once
+        engine.open([request()])
+        answers = exhaust(engine.speculative([request()] * at_once))
+    assert len(answers) == at_once
+    for answer in answers:
+        assert [(step.emitted, step.drafted, step.accepted) for step in answer.steps] == [(1, 0, 0)] * (
+            NEW - 1
+        )
+
+
 class TestSeveralAtOnce:
     """A busy server sends the tokens of several passes in one event, where it did not in the handshake."""
 
@@ -302,11 +318,11 @@ class TestSeveralAtOnce:
         return answers
 
     def test_the_plain_server_gives_a_token_a_pass(self, pair):
-        for answer in self.answers(pair, Stub(counting, fault="joins", after=3), PLAIN):
+        for answer in self.answers(pair, Stub(counting, fault="joins", after=2), PLAIN):
             assert [(step.emitted, step.drafted) for step in answer.steps] == [(1, 0)] * 15
 
     def test_counts_tell_the_passes_of_a_speculative_one(self, pair):
-        for answer in self.answers(pair, Stub(counting, drafts=True, fault="joins", after=3), SPECULATIVE):
+        for answer in self.answers(pair, Stub(counting, drafts=True, fault="joins", after=2), SPECULATIVE):
             assert [step.accepted for step in answer.steps] == [2, 0, 3, 1, 2, 0, 0]
             assert [step.emitted for step in answer.steps] == [3, 1, 4, 2, 3, 1, 1]
 

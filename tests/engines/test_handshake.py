@@ -12,7 +12,7 @@ from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import Request
 from specbench.engines.dialects import DIALECTS, TargetPass
 from specbench.engines.served import PLAIN, SPECULATIVE
-from specbench.system.errors import JobError, UserError
+from specbench.system.errors import UserError
 from tests.support import engine_stub
 from tests.support.engine_stub import Stub, counting, serving
 from tests.support.served import (
@@ -85,7 +85,7 @@ class TestHandshake:
     @pytest.mark.parametrize("arm", [PLAIN, SPECULATIVE])
     def test_a_prefix_cache_that_only_second_answers_show_is_refused(self, pair, dialect, arm):
         stubs = {PLAIN: Stub(counting), SPECULATIVE: Stub(counting, drafts=True)}
-        stubs[arm].fault, stubs[arm].after = "remembers", 2
+        stubs[arm].fault, stubs[arm].after = "remembers", 1
         with (
             serving(*stubs.values()) as urls,
             pytest.raises(UserError, match=f"the {arm} server took 4 prompt tokens from its cache"),
@@ -94,7 +94,7 @@ class TestHandshake:
 
     @pytest.mark.parametrize("at_once", [1, 2])
     def test_a_prefix_cache_that_timed_answers_show_is_named_once(self, pair, dialect, at_once):
-        stub = Stub(counting, fault="remembers", after=3)
+        stub = Stub(counting, fault="remembers", after=2)
         with serving(stub, Stub(counting, drafts=True)) as urls:
             engine = engine_of(pair, urls, dialect)
             engine.batch_size = at_once
@@ -103,8 +103,17 @@ class TestHandshake:
         [fault] = engine.faults
         assert fault.startswith("plain: it remembers prompts")
 
+    def test_the_longest_prompt_is_asked_first_and_few_of_many(self, pair, dialect):
+        """Until enough passes have shown that drafts are accepted."""
+        stubs = [Stub(counting), Stub(counting, drafts=True)]
+        lengths = [5, 6, 30, 7, 8, 9, 10, 11, 12, 13]
+        with serving(*stubs) as urls:
+            engine_of(pair, urls, dialect).open([Request([3] * n, SamplingParams(NEW)) for n in lengths])
+        asked = [[len(body["prompt"]) for body in stub.bodies] for stub in stubs]
+        assert asked == [[30, 13, 12, 30], [n for n in (30, 13, 12, 11, 10, 9) for _ in range(2)]]
+
     def test_an_engine_that_contradicts_itself_is_named(self, pair, dialect):
-        stub = Stub(counting, fault="breaks", after=2)
+        stub = Stub(counting, fault="breaks", after=1)
         with serving(stub, Stub(counting, drafts=True)) as urls:
             engine = engine_of(pair, urls, dialect)
             engine.open([request()])
@@ -112,7 +121,7 @@ class TestHandshake:
 
     def test_an_engine_that_remembers_answers_is_named(self, pair, dialect):
         """Measured again, it would repeat what it said."""
-        learns = Stub(counting, drafts=True, fault="learns", after=2)
+        learns = Stub(counting, drafts=True, fault="learns", after=1)
         with serving(Stub(counting), learns) as urls:
             engine = engine_of(pair, urls, dialect)
             engine.open([request()])
@@ -174,7 +183,7 @@ class TestUntoldCounts:
             engine = engine_of(pair, urls, "openai")
             engine.open([request()])
             stub.drafts = True
-            with pytest.raises(JobError, match="4 of 7 passes of the plain server gave several tokens"):
+            with pytest.raises(UserError, match="4 of 7 passes of the plain server gave several tokens"):
                 exhaust(engine.plain([request()]))
 
     def test_a_short_answer_that_comes_in_pieces_is_no_draft(self, pair):

@@ -15,12 +15,11 @@ import pytest
 
 from specbench import WAITING
 from specbench.decoding.engine import exhaust
-from specbench.decoding.state import Request
 from specbench.engines import served as module
 from specbench.engines import server as module_server
 from specbench.engines.openai import OpenAI
-from specbench.engines.served import PLAIN, SPECULATIVE, ServedEngine
-from specbench.engines.server import Server, _pin, own_environment
+from specbench.engines.served import PLAIN, SPECULATIVE
+from specbench.engines.server import _pin, own_environment
 from specbench.system.errors import JobError, UserError
 from tests.support.commands import wait_for
 from tests.support.engine_stub import Stub, counting, serving
@@ -36,12 +35,27 @@ from tests.support.served import (
 
 
 @pytest.mark.parametrize("fault", ["refuses", "hangs", "cuts", "half"])
-def test_a_server_of_somebody_else_that_fails_ends_the_run(pair, fault):
-    stub = Stub(counting, drafts=True, fault=fault, after=4)
+def test_a_server_of_somebody_else_that_fails_costs_its_question(pair, fault):
+    """Asked once more; the run ends when it has failed too often."""
+    stub = Stub(counting, drafts=True, fault=fault, after=3)
     with serving(Stub(counting), stub) as urls:
         engine = engine_of(pair, urls, "llama_cpp", SILENT)
         engine.open([request()])
         exhaust(engine.speculative([request()]))
+        for _ in range(1 + module.RESTARTS):
+            with pytest.raises(UserError, match="speculative server failed twice") as raised:
+                exhaust(engine.speculative([request()]))
+            assert not isinstance(raised.value, JobError)
+        assert len(engine.faults) == 2 * (1 + module.RESTARTS)
+        with pytest.raises(JobError, match="speculative server failed"):
+            exhaust(engine.speculative([request()]))
+
+
+def test_a_server_of_somebody_else_that_is_gone_ends_the_run(pair):
+    stub = Stub(counting, drafts=True, fault="leaves", after=2)
+    with serving(Stub(counting), stub) as urls:
+        engine = engine_of(pair, urls, "llama_cpp")
+        engine.open([request()])
         with pytest.raises(JobError, match="speculative server failed"):
             exhaust(engine.speculative([request()]))
     assert len(engine.faults) == 1
@@ -50,21 +64,21 @@ def test_a_server_of_somebody_else_that_fails_ends_the_run(pair, fault):
 @pytest.mark.process
 @pytest.mark.parametrize("fault", ["dies", "hangs", "refuses"])
 def test_a_server_of_ours_that_fails_is_started_again_once(pair, fault):
-    engine = process_engine(pair, {"fault": fault, "after": 4}, SILENT)
+    engine = process_engine(pair, {"fault": fault, "after": 3}, SILENT)
     try:
         engine.open([request()])
         answers = [exhaust(engine.speculative([request()]))[0].tokens for _ in range(2)]
         assert answers == [counting(PROMPT, NEW)] * 2
         assert engine.servers[SPECULATIVE].starts == 2 and engine.servers[PLAIN].starts == 1
         [told] = engine.faults
-        assert told.startswith("speculative: ")
+        assert told.startswith("speculative: ") and ("; it ended with 3: " in told) == (fault == "dies")
     finally:
         engine.close()
 
 
 @pytest.mark.process
 def test_a_server_that_fails_at_once_again_costs_its_question(pair, tmp_path):
-    engine = process_engine(pair, {"fault": "refuses", "after": 3, "marker": str(tmp_path / "started")})
+    engine = process_engine(pair, {"fault": "refuses", "after": 2, "marker": str(tmp_path / "started")})
     try:
         engine.open([request()])
         with pytest.raises(UserError, match="failed twice: .*500") as raised:
@@ -116,9 +130,9 @@ def alive(process: psutil.Process) -> bool:
 def test_a_killed_run_leaves_no_server(tmp_path):
     words = json.dumps({"helper": True})
     script = (
-        "import sys, time; from specbench.engines.server import Server\n"
+        "import sys, time; from specbench.engines.server import Server, wait_for\n"
         f"s = Server('plain', '', lambda port: [sys.executable, {str(SCRIPT)!r}, str(port), {words!r}])\n"
-        "s.start(); s.wait(); print(s._process.pid, flush=True); time.sleep(60)\n"
+        "s.start(); wait_for([s]); print(s._process.pid, flush=True); time.sleep(60)\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     started = family(int(parent.stdout.readline()))
@@ -170,7 +184,7 @@ def test_a_url_that_is_a_number_is_one_line():
 
 def test_restarts_have_an_end(pair, monkeypatch):
     monkeypatch.setattr(module, "RESTARTS", 0)
-    stub = Stub(counting, drafts=True, fault="refuses", after=4)
+    stub = Stub(counting, drafts=True, fault="refuses", after=3)
     with serving(Stub(counting), stub) as urls:
         engine = engine_of(pair, urls, "llama_cpp")
         engine.open([request()])
@@ -190,46 +204,9 @@ def test_a_server_waits_as_its_own_engine_does(monkeypatch):
     assert own_environment()["OMP_WAIT_POLICY"] == "ACTIVE"
 
 
-@pytest.mark.process
-def test_an_arm_starts_when_the_servers_are_idle(pair, monkeypatch):
-    """One of vLLM spins for a second after an answer."""
-    spin = "import time; begun = time.monotonic()\nwhile time.monotonic() - begun < 1: pass\ntime.sleep(60)"
-    servers = {
-        name: Server(name, "", lambda _: [sys.executable, "-c", spin]) for name in (PLAIN, SPECULATIVE)
-    }
-    engine = ServedEngine(pair, servers, "openai", SILENT)
-    try:
-        for server in servers.values():
-            server.start()
-        wait_for(lambda: all(server.cpu_seconds() > 0.2 for server in servers.values()))
-        engine.settle()
-        used = [server.cpu_seconds() for server in servers.values()]
-        time.sleep(0.2)
-        assert all(server.cpu_seconds() - before < 0.05 for server, before in zip(servers.values(), used))
-        assert min(used) > 0.4
-    finally:
-        engine.close()
-    assert [server.cpu_seconds() for server in servers.values()] == [0.0, 0.0]
-
-    waits = []
-    monkeypatch.setattr(ServedEngine, "settle", lambda _: waits.append(True))
-    with serving(Stub(counting), Stub(counting, drafts=True)) as urls:
-        engine = engine_of(pair, urls, "llama_cpp")
-        for arm, count in ((engine.plain, 2), (engine.speculative, 2), (engine.settled(exhausted), 1)):
-            exhaust(arm([request(), request()]))
-            assert len(waits) == count
-            waits.clear()
-
-
-def exhausted(requests: list[Request]):
-    """An arm that answers nothing."""
-    yield from ()
-    return []
-
-
 def test_a_request_that_is_refused_costs_its_question_alone(pair):
     """A server that answers 400 is in good order: no restart mends that, and the run goes on."""
-    stub = Stub(counting, drafts=True, fault="rejects requests", after=3, times=1)
+    stub = Stub(counting, drafts=True, fault="rejects requests", after=2, times=1)
     with serving(Stub(counting), stub) as urls:
         engine = engine_of(pair, urls, "openai")
         engine.open([request()])

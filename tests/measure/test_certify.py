@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from methods.ar import Autoregressive
-from specbench.config.spec import BASELINE, HF, METHOD, SINGLE, RunSpec
+from specbench.config.spec import AGAIN, BASELINE, HF, METHOD, OWN_LOOP, SINGLE, RunSpec
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import SamplingParams, sample_inverse_cdf, truncate_at_stop
@@ -157,6 +157,57 @@ def test_what_follows_a_tie_is_held_against_the_target(monkeypatch, temperature)
             monkeypatch.setattr(pair, "stop_ids", frozenset([answer.tokens[end]]))
             monkeypatch.setattr(certify_module, "drawn_margin", within(drawn_margin, first=0.0))
             assert verdict(answer.tokens[:end], first) == "tie", "by a stop token that an engine left out"
+
+
+def served_certifier(pair, decoding: SamplingParams) -> Certifier:
+    arms = dict.fromkeys((BASELINE, METHOD, AGAIN, OWN_LOOP))
+    setup = Setup(pair, pair.staged, Drafter(), arms, RunSpec({}), served=SimpleNamespace())
+    return Certifier(setup, Protocol(pair, decoding, "paired", 0))
+
+
+def test_after_a_tie_it_is_the_engines_own_answer_that_is_followed(monkeypatch):
+    """Our loop's answer is right by construction: a fault later in the engine's was called a tie."""
+    pair, n = random_pair("llama", vocab_size=32), 24
+    decoding = SamplingParams(n)
+    request = Request([3, 9, 27, 11], decoding)
+    monkeypatch.setattr(Certifier, "noise", lambda self, arm: 0.01)
+    monkeypatch.setattr(pair, "stop_ids", frozenset())
+    ours = Engine(pair.staged, Drafter(), frozenset()).answer(request.prompt, decoding).tokens
+    certifier = served_certifier(pair, decoding)
+    monkeypatch.setattr(certify_module, "next_logits", lambda *given: torch.zeros(32))
+
+    def verdict(*wrong: int) -> str | None:
+        """On an engine's answer that chance made differ at place 4, and that is not the target's there."""
+        other = [*ours[:4], (ours[4] + 1) % 32]
+        rest = Engine(pair.staged, Drafter(), frozenset()).answer(
+            [*request.prompt, *other], SamplingParams(n - 5)
+        )
+        other += rest.tokens
+        for place in wrong:
+            other[place] = (other[place] + 1) % 32
+        texts = {BASELINE: other, METHOD: other, AGAIN: other, OWN_LOOP: ours}
+        answers = {arm: [Generation(text, 0.0, 0.0, "length")] for arm, text in texts.items()}
+        return certifier.judge(OWN_LOOP, dict.fromkeys(texts, request), answers, other).verdict
+
+    assert verdict() == "tie"
+    assert [verdict(place) for place in (9, n - 1)] == ["violation"] * 2
+
+
+def test_a_drawn_answer_that_continues_after_its_end_is_a_violation():
+    """Its extra tokens are as likely as any, and another engine may ignore stop tokens or the limit."""
+    pair, decoding = random_pair("llama"), SamplingParams(6, 1.0)
+    request, stop = Request([3, 9, 27, 11], decoding), next(iter(pair.stop_ids))
+    certifier = served_certifier(pair, decoding)
+
+    def verdicts(text: list[int]) -> list[str | None]:
+        answers = {arm: [Generation(text, 0.0, 0.0, "length")] for arm in (BASELINE, METHOD, AGAIN, OWN_LOOP)}
+        requests = dict.fromkeys(answers, request)
+        return [certifier.judge(arm, requests, answers, text).verdict for arm in (METHOD, AGAIN, OWN_LOOP)]
+
+    for right in ([5, 6, 7], [5, 6, 7, 8, 9, 10], [5, stop]):
+        assert verdicts(right) == [None] * 3
+    for wrong in ([5, 6, 7, 8, 9, 10, 11], [5, stop, 6]):
+        assert verdicts(wrong) == ["violation"] * 3
 
 
 def test_the_next_logits_are_those_in_front_of_a_token():

@@ -134,7 +134,7 @@ def test_a_server_at_a_url_that_fails_ends_the_run_and_the_same_command_goes_on(
     asked = Stub(answer)
     run(asked, Stub(answer, drafts=True), "seed=7")
     handshake_and_warm_up = asked.asked - 6  # twice for each question
-    fails = Stub(answer, fault="cuts", after=handshake_and_warm_up + 2)
+    fails = Stub(answer, fault="leaves", after=handshake_and_warm_up + 2)
     code, _, err, folder = run(fails, Stub(answer, drafts=True))
     assert code != 0 and says(err, "the plain server failed ... ended before the answer did")
     done = (folder / "records.jsonl").read_text().count("\n")
@@ -147,7 +147,7 @@ def test_a_server_at_a_url_that_fails_ends_the_run_and_the_same_command_goes_on(
 def test_what_one_process_met_is_told_by_those_after_it(run, answer):
     """Its servers said two things in the first handshake, and nothing wrong in the second one."""
     _, out, _, folder = run(
-        Stub(answer, fault="breaks", after=2, times=1), Stub(answer, drafts=True), "repeats=2", "processes=2"
+        Stub(answer, fault="breaks", after=3, times=1), Stub(answer, drafts=True), "repeats=2", "processes=2"
     )
     summary = read_run(folder).summary
     assert summary["processes"] == 2 and "FAULTS of openai: 1" in out

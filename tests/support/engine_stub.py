@@ -58,6 +58,7 @@ FAULTS = {
     "rejects requests": "answers 400",
     "hangs": "falls silent after the first event",
     "cuts": "ends the stream in the middle",
+    "leaves": "does so, and is not ready any more",
     "half": "sends half an event",
     "tells": "sends an error as an event",
     "nothing": "says nothing",
@@ -166,7 +167,7 @@ def openai_events(stub: Stub, body: dict, wrong: str) -> Iterator[dict]:
     steps = [(len(of_pass) - 1, of_draft) for of_pass, of_draft in passes[1:] if of_draft]
     accepted, drafted = ([counts[i] for counts in steps] for i in (0, 1))
     counts = {"num_accepted_draft_tokens": sum(accepted), "num_draft_tokens": sum(drafted)}
-    if wrong != "sums":
+    if wrong != "sums" and steps:
         counts |= {"per_step_accepted": accepted, "per_step_drafted": drafted}
     told = stub.drafts and wrong != "uncounted"
     yield {"choices": [], "usage": usage, "metrics": {"speculative_decoding": counts} if told else None}
@@ -209,7 +210,8 @@ class Handler(BaseHTTPRequestHandler):
         """Prints nothing."""
 
     def do_GET(self) -> None:
-        self.send_response(200)
+        stub = self.server.stub
+        self.send_response(503 if stub.fault == "leaves" and stub.wrong() else 200)
         self.end_headers()
 
     def do_POST(self) -> None:
@@ -258,7 +260,7 @@ class Handler(BaseHTTPRequestHandler):
             for _ in range(PINGS if wrong == "pings" and number == 1 else 0):
                 time.sleep(PING_SECONDS)
                 self.wfile.write(b":\n\n")
-            if wrong == "cuts" and number == 2:
+            if wrong in ("cuts", "leaves") and number == 2:
                 self.wfile.flush()
                 self.connection.shutdown(socket.SHUT_WR)
                 return

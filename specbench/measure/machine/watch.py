@@ -6,6 +6,7 @@ never the duration of the slice.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import resource
@@ -26,6 +27,8 @@ Counters = dict[str, float]  # by name; what this system does not count is missi
 LOST = ("waited", "stolen", "throttled")  # seconds in which a thread of ours could not run
 WORST_LOST = 0.05  # of a slice's time, above which it is disturbed
 WORST_OTHERS = 1 / 8  # of our cores that others computed on during it
+SETTLING = 5.0  # seconds that other processes of a run get to become idle
+LOOK, IDLE = 0.05, 0.2  # seconds of a look at them, and the share of a core below which they are idle
 TICKS = os.sysconf("SC_CLK_TCK")  # in a second, of the counters of `stat`
 
 
@@ -83,6 +86,15 @@ class Watch:
                     with suppress(psutil.NoSuchProcess):
                         server = psutil.Process(pid)
                         self._children += [server, *server.children(recursive=True)]
+
+    def idle_children(self) -> bool:
+        """Waits until the found processes are idle; False if they are still not after `SETTLING` seconds."""
+        deadline, before, used = time.monotonic() + SETTLING, self._seconds_of_children(), math.inf
+        while used > IDLE * LOOK and time.monotonic() < deadline:
+            time.sleep(LOOK)
+            now = self._seconds_of_children()
+            used, before = now - before, now
+        return used <= IDLE * LOOK
 
     def read(self) -> Counters:
         """All counters but `heat` now; times in seconds."""
