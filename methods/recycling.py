@@ -67,7 +67,7 @@ class TokenRecycling(Drafter):
         warm: str | None = None,
     ):
         if nodes > len(TREE):
-            raise UserError(f"method.nodes={nodes}: the tree has {len(TREE)}")
+            raise UserError(f"nodes={nodes}: the tree has {len(TREE)}")
         rows = pair.staged.vocab_size
         self.trees, self.ranks = RankTrees(TREE[:nodes], rows=rows), min(RANKS, rows)
         self.max_nodes, self.max_draft_tokens = self.trees.max_nodes, self.trees.depth

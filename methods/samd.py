@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from methods.ar import Autoregressive
 from methods.common.counted_trees import Counted
-from methods.common.suffix_array import SORTED, check_sorted
+from methods.common.suffix_array import SORTED
 from methods.common.suffix_automaton import SuffixAutomaton
 from methods.rest.datastore import FOLLOWERS, load_datastore, tree_after
 from specbench.config.spec import make_drafter
@@ -84,7 +84,7 @@ class SAMDecoding(WrappedDrafter):
         warm: str | None = None,
     ):
         if drafter is not None and drafter["name"] != auxiliary:
-            raise UserError(f"method.auxiliary={auxiliary}, but method.drafter is {drafter['name']}")
+            raise UserError(f"auxiliary={auxiliary}, but its drafter is {drafter['name']}")
         shared: dict[str, Any] = {} if memory == "answer" else {"memory": memory}
         shared |= {} if warm is None else {WARM: warm}
         inner = Autoregressive(pair) if drafter is None else make_drafter(drafter, pair=pair, **shared)
@@ -96,7 +96,10 @@ class SAMDecoding(WrappedDrafter):
         # A datastore is sorted by `SORTED` tokens, match and draft together.
         self.levels = min(max_draft_tokens, SORTED - max_match)
         if corpus is not None:
-            check_sorted(max_match, max(self.levels, 1))
+            if self.levels < 1:
+                raise UserError(
+                    f"max_match={max_match} leaves no draft of a corpus: set at most {SORTED - 1}"
+                )
             if self.threshold + self.bias > max_match:
                 raise UserError(
                     f"beside an auxiliary drafter a match in the corpus needs twice threshold={threshold} tokens, and "

@@ -74,7 +74,7 @@ def chosen_paths(named: Iterable[Sequence[int]] | None, heads: int, nodes: int |
         if (deepest := max(map(len, paths))) > heads:
             raise UserError(f"the tree of the heads has {deepest} levels, but there are {heads} heads")
     if nodes is not None and nodes > len(paths):
-        raise UserError(f"method.nodes={nodes}: the tree of the heads has {len(paths)}")
+        raise UserError(f"nodes={nodes}: the tree of the heads has {len(paths)}")
     return paths[:nodes]
 
 

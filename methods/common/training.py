@@ -250,7 +250,7 @@ def check_length(cfg: DictConfig, setting: str, beside: int = 2) -> None:
 
 def check_layers(cfg: DictConfig, pair: Pair) -> None:
     """Raises UserError if the target does not have the layers `cfg.layers`."""
-    layers, depth = layers_of(cfg), pair.target.config.num_hidden_layers
+    layers, depth = layers_of(cfg), pair.target.config.get_text_config().num_hidden_layers
     if not layers or not all(0 <= i < depth for i in layers) or len({*layers}) < len(layers):
         raise UserError(
             f"layers must be some of the target's, 0 to {depth - 1}, each once, or a count of its first, not {layers}"

@@ -57,7 +57,9 @@ class BlockDrafter(Drafter):
 
         model = load_blocks(weights, pair.staged, pair.expansion)
         if (head := model.config.head) != self.joins:
-            raise UserError(f"the drafting model in '{weights}' has head={head}: set method={METHODS[head]}")
+            raise UserError(
+                f"the drafting model in '{weights}' has head={head}: it is drafted with by {METHODS[head]}"
+            )
         self.model = model.for_drafting(pair)
         self.taps = model.taps
         self.head = draft_head(pair, pair.staged, layers=self.model)
@@ -193,7 +195,7 @@ class DSpark(BlockDrafter):
         super().__init__(pair, weights, max_draft_tokens)
         if confidence_threshold and self.model.confidence_head is None:
             raise UserError(
-                f"the drafting model in '{weights}' has no confidence head: set method.confidence_threshold=0"
+                f"the drafting model in '{weights}' has no confidence head: set confidence_threshold=0"
             )
         self.threshold = confidence_threshold
         markov, ids = cast("MarkovHead", self.model.markov_head), self.head.token_ids

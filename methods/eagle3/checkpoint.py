@@ -213,7 +213,7 @@ def _check_method(
         )
     if (MASK_STATE in state) != masks:
         kind, method = ("that fills no masks", "eagle3") if masks else ("that fills masks", "peagle")
-        raise UserError(f"{WHAT} in '{folder}' are of a model {kind}: set method={method}")
+        raise UserError(f"{WHAT} in '{folder}' are of a model {kind}: use {method}")
     if masks:
         state[MASK_STATE] = state[MASK_STATE].reshape(1, 1, -1)
 
@@ -285,7 +285,7 @@ def _taps(
     elif (top and nested and list(nested) != list(top)) or layer_ids[0] not in (1, 2):
         raise UserError(
             f"{WHAT} in '{folder}' do not say whether {LAYER_IDS}={layer_ids} are layers in front of which states are "
-            "taken, or after which: set method.layers to the number of layers in front of each state"
+            "taken, or after which: set layers to the number of layers in front of each state"
         )
     else:
         read = tuple(i + (layer_ids[0] == 1) for i in layer_ids)

@@ -56,7 +56,7 @@ class Kangaroo(Drafter):
         from methods.kangaroo.adapter import load_adapter  # late: transformers' models take seconds to import
 
         self.adapter = load_adapter(weights, pair.staged, pair.expansion).for_drafting(pair)
-        exit_layer = _exit_layer(exit_layer, self.adapter, pair.target.config.num_hidden_layers)
+        exit_layer = _exit_layer(exit_layer, self.adapter, len(pair.staged.layers))
         self.exit_layer = exit_layer
         self.taps = (exit_layer,)
         self.max_draft_tokens = max_draft_tokens
@@ -161,7 +161,7 @@ def _exit_layer(requested: int | None, adapter: Adapter, layers: int) -> int:
     trained = getattr(adapter.config, "exit_layer", None)
     chosen = trained if requested is None else requested
     if chosen is None:
-        raise UserError("the adapter does not say which layer it was trained for: set method.exit_layer")
+        raise UserError("the adapter does not say which layer it was trained for: set exit_layer")
     if trained not in (None, chosen):
         raise UserError(f"the adapter was trained for exit layer {trained}, not {chosen}")
     from methods.kangaroo.adapter import check_exit_layer

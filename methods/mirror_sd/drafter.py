@@ -150,7 +150,7 @@ class MirrorSD(BranchingDrafter):
         layers = len(target.layers)
         exit_layer = max(1, layers // 2) if exit_layer is None else exit_layer
         if not 0 <= exit_layer <= layers:
-            raise UserError(f"method.exit_layer must lie between 0 and the target's {layers} layers")
+            raise UserError(f"exit_layer must lie between 0 and the target's {layers} layers")
         self.taps = (0,) if candidates == "draft" else (exit_layer,)
         super().__init__(pair, max_draft_tokens, acceptance, weights, draft_device)
         plan = Plan(max_draft_tokens, kappa, branches, positions == "first", candidates, floor)
@@ -166,7 +166,7 @@ class MirrorSD(BranchingDrafter):
         args = (*self._parts, plan, exit_parts, target.config)
         if placement == "process":
             if (target.device.type, self.model.device.type) != ("cpu", "cpu"):
-                raise UserError("method.placement=process is for models on the CPU: use thread")
+                raise UserError("placement=process is for models on the CPU: use thread")
             for module in (self.model.model, *(exit_parts or ())):
                 module.share_memory() if isinstance(module, torch.nn.Module) else module.share_memory_()
             shape = {

@@ -74,7 +74,7 @@ def mask_token(config: PretrainedConfig) -> int:
     if mask is None:
         raise UserError(
             f"this draft model drafts one token a pass: its config.json has no {MASK}; "
-            "train one (specbench train pard), or set method=sps"
+            "train one (specbench train pard), or use sps"
         )
     if not 0 <= mask < config.vocab_size:
         raise UserError(f"{MASK}={mask} lies beyond the {config.vocab_size} embeddings of the draft model")

@@ -215,7 +215,7 @@ def choose_exits(requested: list[int] | None, only: int | None, trained: list[in
     requested, trained = requested or [], trained or []
     if not requested and not trained:
         raise UserError(
-            "the config.json of the pair's part 's2d' names no `exits`: set method.exits, if it is sorted"
+            "the config.json of the pair's part 's2d' names no `exits`: set exits, if it is sorted"
         )
     if unknown := sorted(set(requested) - set(trained or requested)):
         raise UserError(f"the sorted draft has no exit {unknown[0]}: it was trained with {sorted(trained)}")
@@ -223,7 +223,7 @@ def choose_exits(requested: list[int] | None, only: int | None, trained: list[in
     if only is None:
         return exits
     if not 1 <= only <= len(exits):
-        raise UserError(f"method.only must lie between 1 and {len(exits)}, the number of exits, not {only}")
+        raise UserError(f"only must lie between 1 and {len(exits)}, the number of exits, not {only}")
     return [exits[only - 1]]
 
 

@@ -28,6 +28,7 @@ from specbench.commands.sweep import (
 )
 from specbench.config.checks import check
 from specbench.config.compose import with_hydra
+from specbench.config.overrides import check_no_run_dir
 from specbench.measure.records import run_folder as store
 from specbench.system.errors import LackingError, UserError, one_line_errors, print_error
 from specbench.system.processes import end_with_parent, heeding_sigterm
@@ -159,6 +160,8 @@ class Command:
 
     def sweep(self, jobs: list[Job], executor: Executor) -> None:
         """Measures all jobs of a sweep; resumes an unfinished one."""
+        for job in jobs:
+            check_no_run_dir(job.cfg.get("run_dir"), "job of a sweep")  # a preset may be a sweep, too
         self.jobs += jobs
         with open_sweep(jobs) as sweep:
             for job in jobs:

@@ -119,20 +119,21 @@ def runs_root(cfg: DictConfig) -> Path:
 
 
 def print_failures(jobs: list[Job]) -> None:
-    """Prints each job that failed, by the overrides that not all jobs share, and why it did."""
+    """Prints each job that failed or whose answers are wrong, by the overrides that not all jobs share, and why."""
     failed = [job for job in jobs if job.state not in ENDED_WELL]
-    if not failed:
-        return
-    from rich.text import Text
+    wrong = [job for job in jobs if job.state in ENDED_WELL and job.code]
+    for some, what in ((failed, "failed; the same command runs them again"), (wrong, "have wrong answers")):
+        if not some:
+            continue
+        from rich.text import Text
 
-    from specbench.report import cells  # late, as in specbench.commands.run
+        from specbench.report import cells  # late, as in specbench.commands.run
 
-    out = cells.console()
-    count = f"{len(failed)} of {len(jobs)} jobs failed; the same command runs them again:"
-    out.print(Text(count, style=cells.WRONG))
-    for job in failed:
-        where = f" ({job.run_dir})" if job.run_dir else ""
-        out.print(Text(f"  {label(job, jobs)}: {job.reason}{where}", style="red"), soft_wrap=True)
+        out = cells.console()
+        out.print(Text(f"{len(some)} of {len(jobs)} jobs {what}:", style=cells.WRONG))
+        for job in some:
+            where = f" ({job.run_dir})" if job.run_dir else ""
+            out.print(Text(f"  {label(job, jobs)}: {job.reason}{where}", style="red"), soft_wrap=True)
 
 
 def label(job: Job, jobs: list[Job]) -> str:

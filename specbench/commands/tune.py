@@ -26,6 +26,7 @@ from specbench.commands.run import run, run_locally
 from specbench.commands.sweep import Job
 from specbench.config.checks import check
 from specbench.config.compose import program
+from specbench.config.overrides import check_no_run_dir
 from specbench.data.questions import SPEC_BENCH, WARMUP, questions_sha256
 from specbench.measure.records import run_folder as store
 from specbench.measure.records.source import method_sha256, source_sha256
@@ -54,8 +55,7 @@ def tune(cfg: DictConfig) -> int:
             f"there is nothing to search: {', '.join(bounds) or 'no key'} has bounds, and is given"
         )
     base = trial_config(overrides)
-    if base.run_dir is not None:
-        raise UserError("run_dir is the folder of one run, and each trial has its own: set runs_root instead")
+    check_no_run_dir(base.run_dir, "trial")
     folder = study_folder(base, str(space))
     with lock_folder(folder, "tuned"):
         began_with = own_settings(base, space)

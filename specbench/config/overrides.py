@@ -67,10 +67,16 @@ def check_overrides(arguments: list[str]) -> None:
     launcher = [key for key in overrides if re.match(r"hydra[./]launcher\b", key)]
     if launcher and not sweep:
         raise UserError(f"{launcher[0]} needs a sweep: use specbench sweep")
-    if sweep and overrides.get("run_dir", "null") != "null":
+    run_dir = overrides.get("run_dir", "null")
+    if sweep and run_dir != "null":
+        check_no_run_dir(run_dir, "job of a sweep")
+
+
+def check_no_run_dir(run_dir: str | None, part: str) -> None:
+    """Raises UserError for a `run_dir` where each part of a command has one: a job of a sweep, a trial."""
+    if run_dir is not None:
         raise UserError(
-            f"run_dir={overrides['run_dir']} is the folder of one run, and each job of a sweep has its own: set "
-            "runs_root instead"
+            f"run_dir={run_dir} is the folder of one run, and each {part} has its own: set runs_root instead"
         )
 
 

@@ -91,7 +91,12 @@ def _json_lines(path: Path) -> Iterator[tuple[int, str, dict]]:
             raise UserError(f"{where}: not valid JSON ({error})") from error
         if not isinstance(fields, dict):
             raise UserError(f"{where}: expected a JSON object, found {type(fields).__name__}")
-        yield number, where, fields
+        yield number, where, _without_nulls(fields)
+
+
+def _without_nulls(fields: dict) -> dict:
+    """The fields without nulls, as which tables have what a row lacks."""
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[int, str, dict]]:
@@ -103,12 +108,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, str, dict]]:
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{path}: not a Parquet file ({error})") from error
     for number, fields in enumerate(rows, start=1):
-        # A table has every column in every row, null where a row lacks it.
-        yield (
-            number,
-            f"{path}, row {number}",
-            {name: value for name, value in fields.items() if value is not None},
-        )
+        yield number, f"{path}, row {number}", _without_nulls(fields)
 
 
 def _without_duplicates(questions: Iterator[tuple[str, Question]]) -> list[Question]:

@@ -90,7 +90,17 @@ def find_questions_file(data: Mapping) -> Path:
                 f"{source}: {path} is a file, not a folder with a split {split}: set data.split=null"
             )
     else:
-        path = cache_folder() / data["name"] / "question.jsonl"
+        # Where no checksum tells versions of a file apart, its address does.
+        version = (
+            ""
+            if data["sha256"] or not data["url"]
+            else f"-{hashlib.sha256(data['url'].encode()).hexdigest()[:8]}"
+        )
+        path = cache_folder() / data["name"] / f"question{version}.jsonl"
+        if data.get("split") is not None and (data["url"] or path.exists()):
+            raise UserError(
+                f"data.split={data['split']} is part of a folder: set data.path or {variable} to it, or data.split=null"
+            )
         if not path.exists():
             _download(data, path, variable)
     _check_sha256(path, file_sha256(path), data["sha256"])

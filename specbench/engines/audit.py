@@ -17,7 +17,14 @@ import torch
 from scipy import stats
 
 from specbench.decoding.sampling import truncate_at_stop
-from specbench.measure.likelihood import BLOCK, Likelihood, of_logits, token_logprobs, with_stop
+from specbench.measure.likelihood import (
+    BLOCK,
+    LARGEST_EXPONENT,
+    Likelihood,
+    of_logits,
+    token_logprobs,
+    with_stop,
+)
 from specbench.measure.metrics.engine import judgement
 from specbench.measure.metrics.metrics import VERDICTS
 from specbench.measure.numeric_noise import ENGINE_NOISE, forced_logits, foreign_noise, shape_noise
@@ -158,6 +165,7 @@ class Arm:
         stop_ids: that end an answer.
         cap: most tokens of an answer, if its line has no limit.
         drawn: whether the answers were drawn: their ends are then judged with their likelihood.
+        blur: rounding noise of the logits that they were drawn from; 0 in float32, where it is negligible.
     """
 
     name: str
@@ -166,6 +174,7 @@ class Arm:
     stop_ids: frozenset[int]
     cap: int | None
     drawn: bool = False
+    blur: float = 0.0
 
     def departure(self, judged: Judged) -> Departure | None:
         """The first position at which an answer differs from the referee's, violations first; None if it is exact."""
@@ -272,7 +281,7 @@ def arms_of(
     stop_ids = referee.pair.stop_ids
     if tolerance is None and len(judged) > 1 and referee.temperature == 0.0:
         bound = max(bound, largest_rounding(next(iter(judged.values()))))
-    return [Arm(name, ones, bound, stop_ids, cap, drawn) for name, ones in judged.items()]
+    return [Arm(name, ones, bound, stop_ids, cap, drawn, blur) for name, ones in judged.items()]
 
 
 def largest_rounding(judged: Sequence[Judged]) -> float:
@@ -341,21 +350,32 @@ def first_tokens(referee: Referee, arm: Arm) -> Iterator[tuple[Answered, int, fl
         if n < SEEDS:
             continue
         probs = referee.first_tokens(answers[0].prompt).numpy()
+        odds = (
+            1.0
+            if arm.blur == 0.0
+            else math.exp(min(arm.blur / (referee.temperature or 1.0), LARGEST_EXPONENT))
+        )
         stop = max(arm.stop_ids, key=lambda token: probs[token], default=0)  # that an empty answer left out
         counts = np.bincount([(answer.tokens or [stop])[0] for answer in answers], minlength=len(probs))
-        yield answers[0], n, multinomial_p(counts, probs)
+        yield answers[0], n, multinomial_p(counts, probs, odds)
 
 
-def multinomial_p(counts: np.ndarray, probs: np.ndarray) -> float:
-    """The p value of counts [vocabulary] of independent draws from probs [vocabulary]; no lower than the exact one."""
+def multinomial_p(counts: np.ndarray, probs: np.ndarray, odds: float = 1.0) -> float:
+    """The p value of counts [vocabulary] of independent draws from probs [vocabulary]; no lower than the exact one.
+
+    odds: factor by which rounding may change the odds of a token: the share that fits best counts.
+    """
     n, often = int(counts.sum()), probs * counts.sum() >= EXPECTED
     cells = [
         (int(counts[often].sum()), float(probs[often].sum())),
         *zip(counts[often].tolist(), probs[often].tolist()),
     ]
-    return min(
-        1.0, len(cells) * min(stats.binomtest(seen, n, min(share, 1.0)).pvalue for seen, share in cells)
-    )
+
+    def p_value(seen: int, share: float) -> float:
+        low, high = (min(share * odd / (1.0 - share + share * odd), 1.0) for odd in (1.0 / odds, odds))
+        return stats.binomtest(seen, n, min(max(seen / n, low), high)).pvalue
+
+    return min(1.0, len(cells) * min(p_value(seen, min(share, 1.0)) for seen, share in cells))
 
 
 def same_answers(first: Arm, second: Arm) -> tuple[int, int]:

@@ -7,6 +7,7 @@ when, as with our own arms.
 from __future__ import annotations
 
 import math
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -65,6 +66,7 @@ class ServedEngine:
     """
 
     version: str = "unknown"
+    start_hint: str = ""  # how long starting takes, for who waits
     same_weights: bool = True
     module: str | None = None  # of the engine, as its interpreter imports it; None: somebody else runs it
 
@@ -124,9 +126,12 @@ class ServedEngine:
         """
         self._target_bytes = counted(self.pair.staged.pass_bytes()) if self.same_weights else None
         try:
+            if self.is_ours:
+                print(f"starting two servers{self.start_hint}", file=sys.stderr, flush=True)
             for server in self.servers.values():
                 server.start()
             wait_for(self.servers.values())
+            print("checking both servers on warm-up questions", file=sys.stderr, flush=True)
             self._shake_hands(prompts)
         except EngineError as error:
             self.close()

@@ -1,4 +1,4 @@
-"""Runs a command until it ends, or until standard input does: then everything that it has started is killed.
+"""Runs a command until it ends, or until standard input does: then everything that it has started is ended.
 
 `python supervise.py COMMAND ...`, as the leader of a process group, with a pipe as standard input. The pipe closes
 whatever ends the process that holds its other end, so that no server outlives a run that was killed. Only the standard
@@ -10,6 +10,10 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+
+GRACE = 3.0  # seconds to end in
+CLOSED = threading.Event()  # set when standard input has ended
 
 
 def main() -> int:
@@ -19,6 +23,8 @@ def main() -> int:
         signal.signal(number, signal.SIG_IGN)  # they are for the command, which may take its time
     threading.Thread(target=_end_with_input, daemon=True).start()
     code = process.wait()
+    if CLOSED.is_set():
+        os.killpg(0, signal.SIGKILL)  # what the command has left behind
     return code if code >= 0 else 128 - code
 
 
@@ -26,6 +32,9 @@ def _end_with_input() -> None:
     # Not through sys.stdin, whose lock a thread that waits would still hold when this process ends.
     while os.read(0, 1024):
         pass
+    CLOSED.set()
+    os.killpg(0, signal.SIGTERM)  # so that it can remove what it shares, such as vLLM's memory in /dev/shm
+    time.sleep(GRACE)
     os.killpg(0, signal.SIGKILL)
 
 

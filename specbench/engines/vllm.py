@@ -91,6 +91,8 @@ class Vllm(ServedEngine):
             drafts["model"] = str(local_folder(name) or fetch_with_weights(name))
         elif pair.draft is not None:
             drafts["model"] = str(as_folder(pair.draft, pair.exported_tokenizer, f"{pair.name}-draft"))
+        if not plain.get("enforce-eager"):
+            self.start_hint = ", which compile for minutes: +engine.plain.enforce-eager=true does without"
         cores = shared_cores(threads)
         preloaded = [str(path) for name in PRELOADED if (path := interpreter.parent.parent / name).exists()]
         environment["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))

@@ -122,14 +122,14 @@ def of_logits(logits: torch.Tensor, tokens: list[int], temperature: float, noise
     # In parts: all at once would take several times the memory of the logits.
     for block, drawn in zip(logits.split(BLOCK), ids.split(BLOCK)):
         logp = token_logprobs(block, temperature)
-        p = logp.exp()
-        entropy = -(p * logp).sum(-1)
+        p, floored = logp.exp(), logp.clamp(min=LEAST)
+        entropy = -(p * floored).sum(-1)
         chosen = logp.gather(1, drawn[:, None]).squeeze(1)
         logprob += chosen.sum().item()
         surprise += (chosen + entropy).sum().item()
         tails = torch.where(logp <= chosen[:, None], p, 0.0).sum(-1)
         rarest = sorted([*rarest, *tails.tolist()])[:RAREST]
-        apart = logp.clamp(min=LEAST) + entropy[:, None]
+        apart = floored + entropy[:, None]
         sharp += moments(p, apart)
         if noise > 0.0:
             p = torch.zeros_like(p)

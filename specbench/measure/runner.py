@@ -82,6 +82,10 @@ def prepare(cfg: DictConfig, scheduler: Scheduler | None = None) -> Bench:
         longest = drafter.max_draft_tokens
         if scheduler is not None:
             longest = min(longest, scheduler.longest_draft)
+        if longest < 1:
+            raise UserError(
+                f"decoding.draft_length={name} has nothing to choose: the batch leaves no room for drafts"
+            )
         drafter = VariableLength(drafter, make_rule(name, longest, cfg.decoding.round_costs))
 
     def engine(drafter: Drafter, scheduler: Scheduler | None = None) -> Engine:

@@ -33,7 +33,7 @@ from specbench.report import (
     verdicts,
 )
 from specbench.report.published_tables import published_tables
-from specbench.report.runs import Run, SkippedRun, finished_runs, is_run, summary_frame
+from specbench.report.runs import Run, SkippedRun, finished_runs, is_run, oldest_first, summary_frame
 from specbench.report.training_data import training_table
 from specbench.system.arguments import Parser
 from specbench.system.errors import UserError, file_errors, one_line_errors, suggest
@@ -206,7 +206,7 @@ def write_report(arguments: list[str], with_claims: bool = False) -> int:
         )
     options = parser.parse_args(arguments)
     runs, left_out = finished_runs(options.runs, with_records=with_claims)
-    first = options.runs[0]
+    runs, first = oldest_first(runs), options.runs[0]
     out = options.out or (first.parent if is_run(first) else first) / "report"
     checked = claims.check_claims(runs) if with_claims else []
     first_tables = [claims.claims_table(checked)] if checked else []

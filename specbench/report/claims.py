@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -14,6 +14,7 @@ from scipy import stats
 from specbench import CONF, ROOT
 from specbench.config.spec import POOL
 from specbench.measure.metrics import summary as metrics
+from specbench.measure.metrics.metrics import VERDICTS
 from specbench.measure.metrics.statistics import CONFIDENCE, Speedup
 from specbench.report import cells, formats, remarks, verdicts
 from specbench.report.compare import differing_conditions, hindrance
@@ -56,6 +57,8 @@ CONTEXT = (
     *("dtype", "device", "weights", "anatomy", "temperature", "verification", "protocol"),
     *("threads", "drafter", "max_new_tokens", "processor"),
 )
+# What runs of one family must share for their answers to be the same.
+SAME_ANSWERS = ("method", "questions_sha256", "temperature", "dtype")
 STYLES = {
     "supported": "green",
     "supported (point estimate)": "",
@@ -325,13 +328,27 @@ def relative(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
 
 
 def share_of_answers(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
-    """Share of the answers with one of the verdicts `EQUAL`, over all runs that match."""
-    counts = [run.summary["equivalence"] for run in runs if _matches(claim["of"], run)]
-    answers = sum(count["answers"] for count in counts)
+    """Share of the answers with one of the verdicts `EQUAL`, over all runs that match.
+
+    Runs of one method on the same questions give the same answers, which are no evidence of their own: of each such
+    group the most answers of a run count, and the most ties and violations. A run that is a violation as a whole, by
+    its ties or by the likelihood of its answers, counts as one.
+    """
+    matching = [run for run in runs if _matches(claim["of"], run)]
+    groups: dict[tuple, list[Mapping]] = defaultdict(list)
+    for run in matching:
+        family = "embedded" if _matches(SMALL, run) or _matches(EXPANDED, run) else run.summary["pair"]
+        groups[(family, *(run.summary.get(key) for key in SAME_ANSWERS))].append(run.summary)
+    total: Counter[str] = Counter()
+    for summaries in groups.values():
+        most = {key: max(one["equivalence"][key] or 0 for one in summaries) for key in ("answers", *VERDICTS)}
+        ties, wrong = most["tie"], max(most["violation"], int(any(map(verdicts.violates, summaries))))
+        total.update(tie=ties, violation=wrong, exact=max(most["answers"] - ties - wrong, 0))
+    answers = total.total()
     if not answers:
         return None
-    total = {name: sum(count[name] or 0 for count in counts) for name in ("exact", "tie", "violation")}
-    remark = "{} runs: {exact} exact, {tie} ties, {violation} violations".format(len(counts), **total)
+    kinds = f"{total['exact']} exact, {total['tie']} ties, {total['violation']} violations"
+    remark = f"{len(matching)} runs, equal questions of a method once: {kinds}"
     equal = sum(total[name] for name in EQUAL[claim["measure"]])
     ends = stats.binomtest(equal, answers).proportion_ci(CONFIDENCE, method="exact")
     if claim["measure"] == "certified":  # no number of answers shows that there never is another

@@ -197,10 +197,11 @@ class Decision:
         if all(summary["unit"] == POOL for summary in summaries):
             return f"an interval needs at least {LEAST_POOLS} pools, or repeats of one: raise repeats"
         if all(summary["overall"]["questions"] < LEAST_QUESTIONS for summary in summaries):
-            return (
-                f"an interval needs at least {LEAST_QUESTIONS} questions, these runs have {self.questions}: "
-                "raise data.limit"
+            needs = (
+                f"an interval needs at least {LEAST_QUESTIONS} questions, these runs have {self.questions}"
             )
+            failed = any(summary["failed"] for summary in summaries)
+            return f"{needs}: {'the others failed' if failed else 'raise data.limit'}"
         return "no run has an interval"
 
     @cached_property

@@ -13,6 +13,7 @@ from specbench.report.compare import (
     ONE_PROCESS,
     SPEEDUP,
     differing_conditions,
+    differing_turns,
     faulty,
     in_one_process,
     relative,
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 # A gate judges changes of the code: differing code does not prevent a comparison.
 CODE = ("source_sha256", "versions.specbench")
 # What may differ on request: keys of provenance, and what a summary holds of how a run computed.
-NAMES = (*(name.rstrip(".") for name in COMPARABLE), "engine.version", "kernels", "compiled", "seed")
+TURNS = "slice_seconds"  # by which arms took turns
+NAMES = (*(name.rstrip(".") for name in COMPARABLE), "engine.version", "kernels", "compiled", "seed", TURNS)
 PASSED, FAILED, INCOMPARABLE = "passed", "failed", "incomparable"
 EXIT_CODES: dict[str | None, int] = {PASSED: 0, FAILED: 1, INCOMPARABLE: 2}
 
@@ -99,6 +101,7 @@ def _judge(first: Run, run: Run, metric: str, fail_below: float | None, allow: t
         hindrances += [
             f"{one.name}: {line}" for one in (first, run) if (line := verdicts.no_speed(one.summary))
         ]
+        hindrances += [] if TURNS in allow else differing_turns([first, run])
     hindrances += [
         f"{one.name} has no {metric}" for one in (first, run) if one.summary["overall"][metric] is None
     ]

@@ -10,7 +10,7 @@ from specbench.config.spec import POOL, without_group
 from specbench.data.warm_start import WARM, warmed_with
 from specbench.measure.metrics.engine import rarities
 from specbench.measure.metrics.statistics import verdict
-from specbench.report.cells import WRONG, equivalence_text, number_text, share_text
+from specbench.report.cells import UNKNOWN, WRONG, equivalence_text, number_text, share_text
 from specbench.report.labels import QUOTED, VOCAB_MAP, VOCAB_SIZE, as_text, labels, method_label, named
 from specbench.report.phases import FEW, different_phases, slow_machine, slow_machines, spread
 from specbench.report.runs import Run, differing_by_pair
@@ -266,8 +266,8 @@ def likelihood_line(summary: dict) -> str:
     plain = "baseline" if summary["engine"] is None else "plain"
     parts = []
     for arm, one in summary["likelihood"].items():
-        text = f"{plain if arm == 'baseline' else arm} {one['logprob']:.3f}, "
-        text += f"{one['standard_errors']:+.1f} standard errors off"
+        errors = UNKNOWN if one["standard_errors"] is None else f"{one['standard_errors']:+.1f}"
+        text = f"{plain if arm == 'baseline' else arm} {number_text(one['logprob'], 3)}, {errors} standard errors off"
         if (lean := one["lean"]) is not None:
             text += f", {lean:+.1f} towards its drafts"
         parts.append(", ".join([text, *rarities(one)]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -81,6 +82,13 @@ class Run:
             return None
         return None if any(_lacking(content, PROVENANCE)) else content
 
+    @property
+    def begun(self) -> datetime:
+        """When it began; the earliest time if that is unknown."""
+        if self.provenance is None:
+            return datetime.min.replace(tzinfo=UTC)
+        return datetime.fromisoformat(self.provenance["time"])
+
     @cached_property
     def records(self) -> list[dict]:
         """Every question of the journal. Raises UserError, without the folder's name, when it is damaged."""
@@ -128,6 +136,11 @@ def read_runs(paths: Iterable[Path], with_records: bool = False) -> tuple[list[R
     return runs, left_out
 
 
+def oldest_first(runs: Iterable[Run]) -> list[Run]:
+    """The runs by the time when they began: of several of one kind the newest counts, whatever its folder is called."""
+    return sorted(runs, key=lambda run: run.begun)
+
+
 def finished_runs(paths: Iterable[Path], with_records: bool = False) -> tuple[list[Run], list[SkippedRun]]:
     """As `read_runs`. Raises UserError when no run among them is finished."""
     paths = list(paths)
@@ -154,6 +167,12 @@ def is_run(folder: Path) -> bool:
     return any((folder / name).exists() for name in (store.SUMMARY, store.CODE, store.RECORDS))
 
 
+def _why_unfinished(folder: Path) -> str:
+    if (folder / store.GIVEN_UP).exists():
+        return f"given up: {read_json(folder / store.GIVEN_UP)['reason']}"
+    return "unfinished: the command that began it resumes it"
+
+
 def _summary(folder: Path) -> dict:
     """The content of summary.json. Raises UserError, without the folder's name, as `read_run` says."""
     path = folder / store.SUMMARY
@@ -162,7 +181,7 @@ def _summary(folder: Path) -> dict:
     try:
         summary = migrated_summary(read_json(path))
     except FileNotFoundError:
-        raise UserError("unfinished: the command that began it resumes it") from None
+        raise UserError(_why_unfinished(folder)) from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise UserError(f"damaged: {path.name} cannot be read ({error})") from error
     if not isinstance(summary, dict) or "schema" not in summary:

@@ -24,7 +24,7 @@ from specbench.report.cells import (
 )
 from specbench.report.labels import as_text, beside_engines, grids, labels, pair_names, task_names
 from specbench.report.phases import FEW
-from specbench.report.runs import Run, SkippedRun, finished_runs
+from specbench.report.runs import Run, SkippedRun, finished_runs, oldest_first
 from specbench.system.arguments import Parser
 
 if TYPE_CHECKING:
@@ -145,11 +145,11 @@ def engines_table(summaries: Iterable[dict]) -> Table | None:
 def pairs_table(summaries: Iterable[dict]) -> Table | None:
     """Overall speedups, a row per method (and its settings), a column per pair, and the mean over the pairs.
 
-    None unless a method was run on several pairs; the others are left out. A method that was run several times on a
-    pair shows its last run; runs that differ in more than the pair (the size of a batch) have separate rows. The number
-    of questions of each task does not matter: each pair has its own limit.
+    None unless a method was run on several pairs; the others are left out, and so are runs with violations. A method
+    that was run several times on a pair shows its last run with the most questions; runs that differ in more than the
+    pair (the size of a batch) have separate rows. Each pair has its own number of questions of a task.
     """
-    summaries = list(summaries)
+    summaries = [summary for summary in summaries if not verdicts.violates(summary)]
     cells: dict[str, dict[str, dict]] = {}
     names = labels(summaries, without=("pair", "limit"))
     changes = [_changes(summary) for summary in summaries]
@@ -159,7 +159,9 @@ def pairs_table(summaries: Iterable[dict]) -> Table | None:
     # Settings that differ from pair to pair are in no label.
     names = [f"{n}, {words}" if words and len(of_name[n]) > 1 else n for n, words in zip(names, changes)]
     for label, pair, summary in zip(names, pair_names(summaries), summaries):
-        cells.setdefault(label, {})[pair] = summary["overall"]
+        overall, row = summary["overall"], cells.setdefault(label, {})
+        if pair not in row or overall["questions"] >= row[pair]["questions"]:
+            row[pair] = overall
     cells = {label: by_pair for label, by_pair in cells.items() if len(by_pair) > 1}
     pairs = sorted({pair for by_pair in cells.values() for pair in by_pair})
     if not pairs:
@@ -267,7 +269,7 @@ def runs_of_command(program: str, description: str | None, with_records: bool = 
     parser.add_argument("runs", nargs="*", type=Path, default=[Path("runs")], help=help_text)
     runs, left_out = finished_runs(parser.parse_args().runs, with_records)
     print_left_out(left_out)
-    return runs
+    return oldest_first(runs)
 
 
 def print_left_out(left_out: Iterable[SkippedRun]) -> None:

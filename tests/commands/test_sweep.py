@@ -22,6 +22,7 @@ from tests.support.commands import (
     wait_for,
 )
 from tests.support.folders import hurried  # noqa: F401 - a fixture
+from tests.support.messages import says
 from tests.support.models import save_pair
 
 pytestmark = pytest.mark.usefixtures("hurried")
@@ -90,6 +91,7 @@ def test_a_violation_is_a_failure_that_is_not_measured_again(monkeypatch, capfd,
         code, out, err = run_main(monkeypatch, capfd, *command)
         assert code == 1 and measured in out
         assert measured or "error: answers are violations; see runs/" in err
+        assert says(out, "2 of 2 jobs have wrong answers: ... seed=0: answers are violations (runs/")
         assert states(tmp_path) == [OK, OK] and len(runs(tmp_path)) == 2
 
 

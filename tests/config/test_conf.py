@@ -10,6 +10,8 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from specbench.commands.run import Command
+from specbench.commands.sweep import Job
 from specbench.config.checks import check, check_values, warn_of_world
 from specbench.config.combinations import check_method
 from specbench.config.compose import CONF
@@ -264,6 +266,11 @@ def test_a_sweep_in_the_folder_of_one_run_is_refused():
         check_overrides(["-m", "method=sps,pld", "run_dir=x"])
     check_overrides(["method=sps", "run_dir=x"])
     check_overrides(["-m", "method=sps,pld", "run_dir=null"])
+    jobs = [
+        Job([], OmegaConf.create({"runs_root": "runs", "run_dir": "x"}))
+    ] * 2  # of a preset that is a sweep
+    with pytest.raises(UserError, match="^run_dir=x is the folder of one run, .*: set runs_root instead$"):
+        Command().sweep(jobs, lambda *_: iter(()))
 
 
 def test_a_launcher_without_a_sweep_is_told_what_is_missing():

@@ -189,6 +189,21 @@ def test_a_download_is_kept_and_not_repeated(served, tmp_path):
     assert find_questions_file(data(url="http://127.0.0.1:1/gone", sha256=right)) == found
 
 
+def test_a_download_without_a_checksum_is_that_of_its_address(served, tmp_path):
+    """Another commit in the address is another version: the file of the first would be measured under its name."""
+    url, path = served
+    found = find_questions_file(data(url=url))
+    assert found.read_bytes() == path.read_bytes() and find_questions_file(data(url=url)) == found
+    with pytest.raises(UserError, match="cannot download"):
+        find_questions_file(data(url="http://127.0.0.1:1/gone"))
+
+
+def test_a_split_of_a_download_is_refused(served):
+    """Else all of the file would be asked, under the name of a part of it."""
+    with pytest.raises(UserError, match=r"data.split=x is part of a folder: .* data.split=null"):
+        find_questions_file(data(url=served[0], split="x"))
+
+
 def test_a_wrong_download_leaves_nothing_behind(served, tmp_path):
     with pytest.raises(UserError, match="0" * 64):
         find_questions_file(data(url=served[0], sha256="0" * 64))
@@ -301,6 +316,14 @@ def test_a_row_that_is_no_question_is_named(file, row, says):
     with pytest.raises(UserError, match=says) as caught:
         load_questions(open_data(path, placeholder="NOT HERE"), ALL)
     assert f"{path}, line 2" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_nulls_are_fields_that_a_row_lacks(file):
+    """As a table writes them that has every column in every row."""
+    messages = [{"role": "user", "content": "why?"}]
+    path = file(json.dumps({"turns": None, "category": None, "question_id": None, "messages": messages}))
+    [question] = load_questions(open_data(path), ALL)
+    assert (question.turns, question.category) == (("why?",), "questions")
 
 
 def test_an_id_that_meets_a_line_number_is_a_duplicate(file):

@@ -322,6 +322,15 @@ def test_first_tokens_raise_no_more_false_alarms_than_their_p_says():
     p_values = np.array([multinomial_p(generator.multinomial(30, probs), probs) for _ in range(4000)])
     for level in (0.1, 0.01, 0.001):
         assert (p_values < level).mean() <= level + 2 * (level / 4000) ** 0.5
+    # Rounding of a bfloat16 moves even odds to three to two: of a thousand answers that is no chance.
+    counts = np.array([600, 400])
+    assert (
+        multinomial_p(counts, np.array([0.5, 0.5]))
+        < 1e-6
+        < 0.9
+        < multinomial_p(counts, np.array([0.5, 0.5]), 1.5)
+    )
+    assert multinomial_p(np.array([700, 300]), np.array([0.5, 0.5]), 1.5) < 1e-6
     other = np.roll(probs, 1)
     assert np.median([multinomial_p(generator.multinomial(60, other), probs) for _ in range(20)]) < 1e-6
 

@@ -25,6 +25,8 @@ from specbench.measure.metrics.engine import (
     spread_p,
     standard_errors,
 )
+from specbench.report import remarks, verdicts
+from specbench.system.files import finite
 from tests.support.decoding import random_pair
 from tests.support.synthetic import answered
 
@@ -204,6 +206,22 @@ def test_a_run_sums_over_its_answers():
         "lean": None,
     }
     assert numbers["baseline"]["standard_errors"] == pytest.approx(count / (4.0 * count) ** 0.5)
+
+
+def test_logits_that_are_no_numbers_are_violations_and_no_traceback():
+    """The journal holds null for NaN. A logit of minus infinity is none of them: its token is never drawn."""
+    logits = torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(1))
+    logits[2, 3] = -math.inf
+    fine = asdict(of_logits(logits, [1, 2, 4, 4, 5], 1.0))
+    assert math.isfinite(fine["surprise"]) and math.isfinite(fine["variance"])
+    logits[2, 3] = math.nan
+    wrong = finite(asdict(of_logits(logits, [1, 2, 4, 4, 5], 1.0)))
+    assert wrong["surprise"] is None
+    record = answered(1)
+    record["turns"][0]["likelihood"] = {"baseline": fine, "method": wrong}
+    summary = {"likelihood": finite(likelihoods([record])), "engine": None}
+    assert verdicts.improbable(summary) == ["method"]
+    assert "– standard errors off" in remarks.likelihood_line(summary)
 
 
 def test_the_rare_is_judged_by_the_skew_of_the_sum():

@@ -249,7 +249,7 @@ def test_weights_of_the_other_method_are_refused(tmp_path):
     for kind, other in ((DFlash, DSpark), (DSpark, DFlash2), (DFlash2, DDTree), (DDTree, DSpark)):
         folder = saved("llama", kind, tmp_path / kind.__name__)
         name = {DFlash: "dflash", DDTree: "dflash", DSpark: "dspark", DFlash2: "dflash2"}[kind]
-        with pytest.raises(UserError, match=f"set method={name}$"):
+        with pytest.raises(UserError, match=f"drafted with by {name}$"):
             other(pair, folder)
     model = drafting_model(pair, "markov")
     without = BlockModel(BlockConfig(**model.config.to_dict() | {"confidence": False}), model.taps)

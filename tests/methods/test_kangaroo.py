@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -211,14 +212,16 @@ def test_a_pickle_that_runs_code_is_not_loaded(folder, tmp_path):
         load_adapter(folder, StagedModel(random_pair("llama").target))
 
 
-def test_the_exit_layer_is_the_adapters_own_or_said(folder):
+def test_the_exit_layer_is_the_adapters_own_or_said(folder, monkeypatch):
     pair = random_pair("llama")
     for layer in (None, 99):
-        with pytest.raises(
-            UserError, match=r"set method\.exit_layer" if layer is None else r"exit_layer .*\b99\b"
-        ):
+        with pytest.raises(UserError, match=r"set exit_layer" if layer is None else r"exit_layer .*\b99\b"):
             Kangaroo(pair, folder, layer)
     saved_adapter(pair, folder, exit_layer=3)
     assert Kangaroo(pair, folder).exit_layer == Kangaroo(pair, folder, 3).exit_layer == 3
     with pytest.raises(UserError, match=r"exit layer .*\b3\b.*\b2\b"):
         Kangaroo(pair, folder, 2)
+    # The config of a model that also sees holds that of its language model alone.
+    text = pair.target.config
+    monkeypatch.setattr(pair.target, "config", SimpleNamespace(get_text_config=lambda: text))
+    assert Kangaroo(pair, folder).exit_layer == 3

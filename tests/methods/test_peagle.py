@@ -422,7 +422,7 @@ def opened(pair):
         ({"ptd_token_id": 10**6}, {}, "no token 1000000"),
         ({"speculators_model_type": "dflash"}, {}, "speculators' dflash"),
         ({}, {"mask_hidden": None}, "sets parallel_drafting, without mask_hidden"),
-        ({"parallel_drafting": None}, {"mask_hidden": None}, "set method=eagle3"),
+        ({"parallel_drafting": None}, {"mask_hidden": None}, "use eagle3"),
         ({}, {"mask_hidden": torch.zeros(1, 1, 5)}, "mask_hidden"),
         ({}, {"layers.1.mlp.up_proj.weight": None}, "missing layers.1.mlp.up_proj.weight"),
         ({}, {"layers.2.mlp.up_proj.weight": torch.zeros(2, 2)}, "missing layers.2"),
@@ -434,5 +434,5 @@ def test_what_does_not_fit_is_refused_by_its_name(settings, state, says, tmp_pat
 
 
 def test_a_model_that_fills_masks_is_not_drafted_with_token_by_token(tmp_path):
-    with pytest.raises(UserError, match="set method=peagle"):
+    with pytest.raises(UserError, match="use peagle"):
         Eagle3(random_pair("llama"), saved("llama", tmp_path))

@@ -144,7 +144,7 @@ def test_a_copied_draft_reads_what_keeps_the_auxiliary_drafter_up_to_date(pair, 
 
 def test_another_drafter_than_the_one_that_is_named_is_one_line(pair):
     spec = check_method(composed("bench", *SETTINGS, "method=samd_eagle2", "method.auxiliary=mtp"))
-    with pytest.raises(UserError, match=r"method\.auxiliary=mtp, but method\.drafter is eagle2"):
+    with pytest.raises(UserError, match="auxiliary=mtp, but its drafter is eagle2"):
         make_drafter(values.plain(spec.drafter), pair=pair)
 
 

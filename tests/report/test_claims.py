@@ -146,6 +146,40 @@ def test_what_is_counted_is_counted_on_all_pairs():
     assert checked.fitting.remark.startswith("2 runs") and checked.small is None
 
 
+def test_answers_to_the_same_questions_are_counted_once_for_each_method():
+    """Ten runs of seven answers are no seventy: an interval would be far too narrow."""
+    claim = {"measure": "exact", "of": {}, "at_least": 0.95}
+
+    def of(answers: int, ties: int = 0, **changes) -> dict:
+        counts = {"answers": answers, "exact": answers - ties, "tie": ties, "violation": 0}
+        return SUMMARY | {"equivalence": SUMMARY["equivalence"] | counts} | changes
+
+    def estimate(*summaries: dict) -> Speedup:
+        return found(claim, runs_of(**{f"r{i}": one for i, one in enumerate(summaries)})).estimate
+
+    once = estimate(of(7))
+    assert estimate(*[of(7)] * 10) == once and once.low < 0.6
+    assert estimate(of(7), of(7, weights="expanded", pair="tiny_wide"), of(5, limit=1)) == once
+    assert estimate(of(7), of(7, method="pld")).low > once.low
+    assert estimate(of(7), of(7, pair="smollm2-135m")).low > once.low
+    assert estimate(of(8), of(8, ties=2)).value == 0.75
+
+
+@pytest.mark.parametrize(
+    "off",
+    [
+        {"ties": {"count": 40, "expected": 3.0, "p_value": 1e-20}},
+        {"likelihood": {"method": {"standard_errors": -9.0, "rare_p": None, "spread_p": None}}},
+    ],
+)
+def test_a_run_that_is_a_violation_as_a_whole_refutes_that_answers_are_exact(off):
+    (claim,) = (claim for claim in KNOWN if claim["measure"] == "certified")
+    (checked,) = claims.check_claims(
+        runs_of(a=published(1.8), b=published(1.8) | off | {"method": "pld"}), [claim]
+    )
+    assert checked.fitting.verdict == "not supported"
+
+
 def test_an_acceptance_length_needs_no_wide_pair(tmp_path):
     """It is the same on pairs of any width; one of a real pair comes first."""
     claim = AGAINST | {"what": "acceptance_length", "against": [{"method": "weak"}]}

@@ -114,6 +114,11 @@ def test_without_an_interval_there_is_no_verdict(counts, had, a_run):
     assert judged.sentence.startswith("Stay with autoregressive decoding")
 
 
+def test_more_questions_are_no_advice_where_they_failed():
+    decision = one(a=run("sps", 1.2, None, None, overall__questions=4, failed=32))
+    assert "at least 6 questions, these runs have 4 questions: the others failed" in decision.sentence
+
+
 def test_batches_without_an_interval_want_pools_or_repeats():
     pool = batched(pools=1, speedup_low=None, speedup_high=None)
     assert one(a=pool).sentence == (

@@ -128,6 +128,18 @@ def test_what_runs_computed_with_must_be_the_same(pair, change, says):
         assert gate.judge(runs, fail_below=0.97, allow=[says.split()[0]])[0].verdict == "passed"
 
 
+def test_arms_that_took_turns_in_another_way_are_not_compared(pair):
+    """By whole answers they meet other phases of the machine than slice by slice."""
+    first, second = (replace(one, summary=one.summary | {"slice_seconds": 0.05}) for one in pair(1.5))
+    whole = replace(second, summary=second.summary | {"slice_seconds": None})
+    [judged] = gate.judge([first, whole], fail_below=0.97)
+    assert judged.verdict == "incomparable" and says(
+        judged.reasons[0], "arms took turns by ... whole answers"
+    )
+    assert gate.judge([first, whole], fail_below=0.97, allow=["slice_seconds"])[0].verdict == "passed"
+    assert gate.judge([first, second], fail_below=0.97)[0].verdict == "passed"
+
+
 @pytest.mark.parametrize("change", [{"temperature": 1.0}, {"weights": "random"}])
 def test_another_seed_is_another_measurement_where_it_changes_what_is_measured(pair, change):
     first, second = (replace(one, summary=one.summary | {"seed": i}) for i, one in enumerate(pair(1.5)))

@@ -252,6 +252,30 @@ def test_a_damaged_or_unfinished_run_is_left_out_and_named(tmp_path, name):
         read_run(damaged)
 
 
+def test_a_run_that_was_given_up_says_why(tmp_path):
+    """The same command does not resume it, so nobody is told to give it again."""
+    given_up = write_run(tmp_path, "a")
+    (given_up / store.SUMMARY).unlink()
+    store.give_up(given_up, "it began under other conditions")
+    _, [left_out] = read_runs([given_up])
+    assert str(left_out) == "a: given up: it began under other conditions"
+
+
+@pytest.mark.parametrize("order", [("old", "new"), ("new", "old")])
+def test_of_runs_of_one_kind_the_newest_counts_whatever_its_name_and_place(
+    tmp_path, capsys, monkeypatch, order
+):
+    for name, speedup, day in (("old", 1.3, 1), ("new", 0.9, 2)):
+        began = PROVENANCE | {"time": f"2026-01-0{day}T03:04:05+0000"}
+        write_run(tmp_path, name, faster(speedup, method="sps"), provenance=began)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["report", *order, "--out", "out"])
+    assert command.main() == 0
+    assert "Stay with autoregressive decoding" in capsys.readouterr().out
+    runs_there, _ = read_runs([tmp_path / name for name in order])
+    assert [run.name for run in runs.oldest_first(runs_there)] == ["old", "new"]
+
+
 def test_no_number_is_taken_from_what_is_left_out(tmp_path):
     for name in DAMAGED:
         damage(tmp_path, name)

@@ -268,6 +268,17 @@ def test_speedups_by_pair_and_their_mean():
     assert tables.pairs_table(runs[2:4]) is None
 
 
+def test_a_pair_shows_its_largest_run_and_none_with_violations():
+    """A smoke run after a full one, and one whose answers are wrong, would stand in its place without a word."""
+    runs = [on("tiny", "sps", 1.5), on("tiny_shallow", "sps", 1.0)]
+    smoke = changed(on("tiny", "sps", 9.0), overall__questions=6) | {"limit": 1}
+    false = changed(on("tiny", "sps", 8.0), equivalence__violation=1)
+    text = shown(tables.pairs_table([*runs, smoke, false]))
+    assert "1.50 [1.40, 1.60]" in text and "9.00" not in text and "8.00" not in text
+    newer = on("tiny", "sps", 1.7)
+    assert "1.70 [1.60, 1.80]" in shown(tables.pairs_table([*runs, newer, smoke]))
+
+
 def test_pairs_bring_a_target_and_whether_layers_are_compiled():
     first, second = on("tiny", "s2d", 1.6), on("tiny_shallow", "s2d", 1.3)
     runs = [first | {"compiled": True}, second | {"compiled": False}]

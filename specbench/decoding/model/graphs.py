@@ -183,8 +183,9 @@ class GraphRunner(EagerRunner):
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
+            remedy = "pair.compile=null" if self.compile else "pair.graphs=false"
             raise JobError(
-                f"a pass cannot be captured as a CUDA graph: {one_line(error)}; set pair.graphs=false"
+                f"a pass cannot be captured as a CUDA graph: {one_line(error)}; set {remedy}"
             ) from error
         return Captured(inputs, outputs, graph.replay)
 

@@ -84,6 +84,10 @@ class StagedModel:
             pack_linears(base.layers, self.lm_head)
             self.runner = runner_of(model)
             captured = isinstance(self.runner, GraphRunner)
+            if width is not None and width > fixed_shape.LONGEST:
+                raise UserError(
+                    f"decoding.verify_width={width}: passes of one width have at most {fixed_shape.LONGEST} tokens"
+                )
             self.fixed_shapes = captured or width is not None
             self.device = model.device
             self.dtype = model.dtype

@@ -60,7 +60,7 @@ def likelihoods(records: list[dict]) -> dict[str, dict]:
         return {}
     by_arm = {}
     for arm in (BASELINE, METHOD):
-        answers = [one[arm] for one in drawn]
+        answers = [{key: _number(value) for key, value in one[arm].items()} for one in drawn]
         logprob, tokens = (sum(one[key] for one in answers) for key in ("logprob", "tokens"))
         leans = [
             one.get("lean") or {"total": 0.0, "variance": 0.0} for one in answers
@@ -72,6 +72,13 @@ def likelihoods(records: list[dict]) -> dict[str, dict]:
             "lean": total / math.sqrt(variance) if variance > 0.0 else None,
         }
     return by_arm
+
+
+def _number(value: Any) -> Any:
+    """NaN for null, as which the journal holds what is no number; also in a list."""
+    if isinstance(value, list):
+        return [_number(one) for one in value]
+    return math.nan if value is None else value
 
 
 def judgement(likelihoods: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
@@ -143,14 +150,17 @@ def spread_p(likelihoods: Sequence[Mapping[str, Any]]) -> float:
 
 
 def is_off(judged: Mapping[str, Any]) -> bool:
-    """Whether tokens are not drawn from the target's distributions; True for NaN, from invalid logits.
+    """Whether tokens are not drawn from the target's distributions; True for no number, from invalid logits.
 
     Args:
         judged: as from `judgement`, with the standard errors of a `lean` towards the drafts if that was measured.
     """
     errors = judged["standard_errors"], judged.get("lean") or 0.0
     p_values = (judged[key] for key in ("rare_p", "spread_p") if judged[key] is not None)
-    return not (all(abs(one) <= SURPRISE for one in errors) and all(p >= UNLIKELY for p in p_values))
+    return not (
+        all(one is not None and abs(one) <= SURPRISE for one in errors)
+        and all(p >= UNLIKELY for p in p_values)
+    )
 
 
 def rarities(judged: Mapping[str, Any]) -> list[str]:
