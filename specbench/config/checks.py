@@ -107,7 +107,9 @@ def check(cfg: DictConfig, asks: bool = True) -> RunSpec:
             raise UserError(f"no {group} is chosen: set {group} to the name of a file in conf/{group}/")
     try:
         check_target(cfg.pair)
-        cfg.pair = expand.embedded(cfg.pair)
+        if (pair := expand.embedded(cfg.pair)) is not cfg.pair:
+            check_retained(cfg.pair, cfg.pair_file)
+            cfg.pair = pair
         OmegaConf.resolve(cfg)
         missing = {key for key in OmegaConf.missing_keys(cfg) if not key.startswith("pair_file.")}
     except OmegaConfBaseException as error:
@@ -212,6 +214,23 @@ def check_shapes(pair: DictConfig, usual: DictConfig) -> None:
             raise UserError(
                 f"pair.{model}={name} would be built in the shape of {usual[model]}: with init=random set "
                 f"pair.{model}_shape, too, or name a folder with its config.json"
+            )
+
+
+def check_retained(pair: DictConfig, usual: DictConfig) -> None:
+    """Raises UserError for a setting of a pair that its expansion from the embedded family would ignore.
+
+    Args:
+        pair: The configuration in use, unresolved.
+        usual: The pair's own file.
+    """
+    ours, theirs = (
+        cast("dict[str, Any]", OmegaConf.to_container(one, resolve=False)) for one in (pair, usual)
+    )
+    for key in sorted(ours.keys() - expand.OWN):
+        if ours[key] != theirs.get(key) and theirs.get(key) != "???":
+            raise UserError(
+                f"pair.{key} is the embedded family's with pair.init=expanded, which would ignore yours: leave it out"
             )
 
 

@@ -212,7 +212,7 @@ class ServedEngine:
     def _answer(self, name: str, request: Request, several: bool = False) -> tuple[Reply, float]:
         """An answer, alone or one of several at once, and the time of its request.
 
-        A failed server is restarted once for each answer.
+        A failed server is restarted once for each answer; one that is not ours is asked once more.
         """
         server = self.servers[name]
         # During a restart, `starts` already counts a server that does not answer yet.

@@ -113,6 +113,6 @@ FAULTS = (
         "specbench/data/training.py",
         'f"{cfg.conversations}:{cfg.split}"',
         "cfg.conversations",
-        ("tests/methods/test_training.py",),
+        ("tests/methods/test_training_resume.py",),
     ),
 )

@@ -1,17 +1,12 @@
-"""The loop that every trainer shares: threads, records, trainings that were stopped or finished, what is refused."""
+"""The loop that every trainer shares: threads, records, precision, where a part begins, figures."""
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import signal
 import subprocess
 import sys
 from functools import partial
 from itertools import repeat
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,35 +16,28 @@ from omegaconf import OmegaConf
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from methods import states
-from methods.common import training as common
 from methods.common.initialisation import UNSURE, scale_of
 from methods.common.training import batches
 from methods.dflash.train import fresh_model as fresh_blocks
 from methods.eagle import train as eagle_train
-from methods.eagle3 import train as eagle3_train
 from methods.eagle3.train import fresh_model as fresh_eagle3
 from methods.hydra_heads import train as hydra_train
 from methods.kangaroo import train as kangaroo_train
 from methods.kangaroo.adapter import load_adapter, save_adapter
-from methods.medusa import train as medusa_train
 from methods.mirror_sd import train as mirror_train
 from methods.mtp.train import fresh_model as fresh_mtp
-from methods.pard import train as pard_train
 from methods.s2d import train as s2d_train
 from methods.sps import train as sps_train
 from specbench import ROOT
 from specbench.data import training
 from specbench.data.questions import questions_sha256
-from specbench.data.training import CONDITIONS, RECORD, data_of, stages_of, train, training_pair
+from specbench.data.training import RECORD, data_of, stages_of, train, training_pair
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.models.pairs import load_pair
 from specbench.system import threads
 from specbench.system.errors import UserError
-from specbench.system.files import lock_folder, make_folder, read_json
+from specbench.system.files import read_json
 from tests.support.blocks import MASK, settings_of
-from tests.support.commands import wait_for
-from tests.support.messages import says
 from tests.support.models import random_model
 from tests.support.training import (
     SORTED,
@@ -62,6 +50,8 @@ from tests.support.training import (
 )
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerator")
+
+LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}
 
 
 @pytest.mark.slow
@@ -148,98 +138,6 @@ def test_passes_in_bf16(workplace, tmp_path, name):
 
 
 @pytest.mark.slow
-def test_a_stopped_training_goes_on_only_as_it_began(workplace, tmp_path, monkeypatch):
-    def settings(*more):
-        return training_settings("train_kangaroo", workplace, tmp_path, *more)
-
-    stop_after(monkeypatch, kangaroo_train.Distillation, 20)
-    with pytest.raises(Stopped):
-        kangaroo_train.train(settings())
-    monkeypatch.undo()
-    monkeypatch.setattr(common, "load_pair", None)  # it is told before anything is loaded
-    for more in ("learning_rate=1e-4", "steps=10", "exit_layer=1", "batch_size=2"):
-        key = more.partition("=")[0]
-        with pytest.raises(UserError, match=f" {key}="):
-            kangaroo_train.train(settings(more))
-    monkeypatch.undo()
-    assert kangaroo_train.train(settings("save_every=10")).is_dir()
-
-
-@pytest.mark.slow
-def test_the_folder_of_another_trainer_is_called_that(workplace, tmp_path, monkeypatch):
-    cfg = training_settings("train_kangaroo", workplace, tmp_path, "steps=2", "save_every=1")
-    kangaroo_train.train(cfg)
-    monkeypatch.setattr(common, "load_pair", None)
-    with pytest.raises(UserError, match=r"another trainer or version .*draft_steps.*exit_layer"):
-        eagle3_train.train(training_settings("train_eagle3", workplace, tmp_path, "steps=2", "save_every=1"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("calls", "message"), [(10, "nothing was saved yet"), (20, "resumes from step 15$")])
-def test_a_training_that_is_stopped_says_from_where_it_goes_on(
-    workplace, tmp_path, monkeypatch, calls, message
-):
-    forward, left = kangaroo_train.Distillation.forward, iter(range(calls))
-
-    def limited(self, batch):
-        if next(left, None) is None:
-            signal.raise_signal(signal.SIGTERM)
-        return forward(self, batch)
-
-    monkeypatch.setattr(kangaroo_train.Distillation, "forward", limited)
-    with pytest.raises(KeyboardInterrupt, match=message):
-        kangaroo_train.train(training_settings("train_kangaroo", workplace, tmp_path))
-
-
-@pytest.mark.process
-@pytest.mark.slow
-def test_sigterm_ends_a_trainer_as_ctrl_c_does(workplace, tmp_path):
-    """With a line and its exit code, and no folder of its own is left."""
-    out, scratch = tmp_path / "out", make_folder(tmp_path / "scratch")
-    arguments = training_overrides(workplace, out, "steps=100000", "save_every=200")
-    command = [sys.executable, "-m", "methods.kangaroo.train", *arguments]
-    env = os.environ | {"TMPDIR": str(scratch)}
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=env) as child:
-        try:
-            wait_for(lambda: [*out.glob("checkpoints/state-*")] or child.poll() is not None)
-            child.terminate()
-            _, err = child.communicate(timeout=60)
-        finally:
-            child.kill()
-    assert child.returncode == 130 and "stopped; the same command resumes from" in err
-    assert not [*scratch.glob("tmp*")]
-
-
-@pytest.mark.slow
-def test_a_stopped_training_goes_on_with_the_same_text_alone(workplace, tmp_path, monkeypatch):
-    """Wherever the text lies. What is begun anew in the same folder has a log of its own."""
-    talk, out = tmp_path / "talk.jsonl", tmp_path / "out"
-    shutil.copy(workplace / "talk.jsonl", talk)
-
-    def settings(file, folder=out, *more):
-        return training_settings("train_kangaroo", workplace, folder, f"conversations={file}", *more)
-
-    stop_after(monkeypatch, kangaroo_train.Distillation, 20)
-    with pytest.raises(Stopped):
-        kangaroo_train.train(settings(talk))
-    monkeypatch.undo()
-    anew = tmp_path / "anew"
-    shutil.copytree(out, anew)
-    shutil.rmtree(anew / "checkpoints")
-    talk.write_text(talk.read_text() * 2)
-    with pytest.raises(UserError, match="holds a training with conversations=sha256:"):
-        kangaroo_train.train(settings(talk))
-    question = {"question_id": 1, "category": "qa", "turns": ["Another one?"]}
-    (tmp_path / "q.jsonl").write_text(json.dumps(question) + "\n")
-    with pytest.raises(UserError, match="holds a training with questions="):
-        kangaroo_train.train(settings(workplace / "talk.jsonl", out, f"data.path={tmp_path}/q.jsonl"))
-    record = read_json(kangaroo_train.train(settings(workplace / "talk.jsonl")) / RECORD)
-    assert record["data"] == data_of(settings(workplace / "talk.jsonl"))
-    kangaroo_train.train(settings(talk, anew))
-    assert [row["step"] for row in log(anew)] == [15, 30, 40]
-
-
-@pytest.mark.slow
 def test_a_record_says_what_the_text_is_and_was_cleared_of(workplace, tmp_path):
     """The text as it was at the beginning, also where its file changes in the meantime."""
     talk = tmp_path / "talk.jsonl"
@@ -261,129 +159,6 @@ def test_a_record_says_what_the_text_is_and_was_cleared_of(workplace, tmp_path):
     record = read_json(tmp_path / "out" / RECORD)
     assert (record["data"], record["questions"]) == (began_with, questions)
     assert record["left_out"] == 1 and record["states"] is None
-
-
-def test_a_model_of_the_users_is_not_replaced(workplace, tmp_path):
-    cfg = training_settings("train_kangaroo", workplace, tmp_path, "steps=1", "save_every=1")
-    out = Path(cfg.out)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "config.json").write_text("{}")
-    with pytest.raises(UserError, match="holds a model that is no training's"):
-        kangaroo_train.train(cfg)
-    assert [path.name for path in out.iterdir() if path.is_file()] == ["config.json"]
-
-
-@pytest.mark.slow
-def test_a_finished_training_is_not_made_again(workplace, tmp_path, monkeypatch, capsys):
-    def settings(*more):
-        return training_settings("train_kangaroo", workplace, tmp_path, "steps=2", "save_every=1", *more)
-
-    out = kangaroo_train.train(settings())
-    files = {path: path.read_bytes() for path in out.iterdir() if path.is_file()}
-    monkeypatch.setattr(common, "load_pair", None)
-    assert kangaroo_train.train(settings("save_every=2")) == out
-    assert capsys.readouterr().out.endswith(f"already there: {out}\n")
-    with pytest.raises(UserError, match="holds a training with learning_rate="):
-        kangaroo_train.train(settings("learning_rate=1e-4"))
-    with pytest.raises(UserError, match="holds a training with save_dtype=float32, not bfloat16"):
-        kangaroo_train.train(settings("save_dtype=bfloat16"))
-    assert len(log(out)) == 2 and {path: path.read_bytes() for path in files} == files
-    (out / "model.safetensors").unlink()
-    with pytest.raises(
-        UserError, match="finished training without model.safetensors: remove it to start anew"
-    ):
-        kangaroo_train.train(settings())
-    (out / CONDITIONS).unlink()  # of an older version
-    with pytest.raises(UserError, match="finished training without conditions.json"):
-        kangaroo_train.train(settings())
-
-
-@pytest.mark.slow
-def test_two_processes_do_not_train_in_one_folder(workplace, tmp_path):
-    cfg = training_settings("train_sps", workplace, tmp_path)
-    with (
-        lock_folder(make_folder(tmp_path / "checkpoints"), "trained"),
-        pytest.raises(UserError, match="checkpoints is being trained by another process"),
-    ):
-        train(torch.nn.Linear(1, 1), strided(()), dict, None, cfg, "nothing")
-
-
-TRAINERS = {
-    "train_kangaroo": kangaroo_train,
-    "train_s2d": s2d_train,
-    "train_mirror_sd": mirror_train,
-    "train_sps": sps_train,
-    "train_eagle": eagle_train,
-}
-
-
-@pytest.mark.parametrize("name", TRAINERS)
-@pytest.mark.parametrize(
-    "setting",
-    [
-        *("steps=0", "steps=abc", "steps=null", "steps=1.5", "accumulate=0", "batch_size=0", "length=1"),
-        *("save_every=0", "learning_rate=0", "learning_rate=nan", "seed=-1", "precision=fp8"),
-    ],
-)
-def test_a_setting_that_cannot_work_is_told_before_anything_is_loaded(
-    workplace, tmp_path, monkeypatch, name, setting
-):
-    trainer = TRAINERS[name]
-    monkeypatch.setattr(common, "load_pair", None)
-    cfg = training_settings(name, workplace, tmp_path / "out", setting)
-    key = setting.partition("=")[0]
-    with pytest.raises(UserError, match=f"^(unknown )?{key} "):
-        trainer.train(cfg)
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("name", TRAINERS)
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ("conversations=/nowhere/talk.jsonl", "no conversations file '/nowhere/talk.jsonl'"),
-        ("data.path=/nowhere/question.jsonl", "no file /nowhere/question.jsonl"),
-        ("prompt_weight=1", "prompt_weight must be less than 1"),
-        ("states=/nowhere", "there are no states in '/nowhere'"),
-        (
-            "vocab_sample=8",
-            r"states=FOLDER, .*specbench states pair=\w+ conversations=\S+ length=20 .* taps=",
-        ),
-    ],
-)
-def test_what_is_missing_is_told_before_anything_is_loaded(
-    workplace, tmp_path, monkeypatch, name, setting, message
-):
-    monkeypatch.setattr(common, "load_pair", None)
-    with pytest.raises(UserError, match=message):
-        TRAINERS[name].train(training_settings(name, workplace, tmp_path / "out", setting))
-
-
-@pytest.mark.parametrize("name", ["train_kangaroo", "train_eagle"])
-def test_what_only_draft_models_do_is_refused_elsewhere(workplace, tmp_path, monkeypatch, name):
-    monkeypatch.setattr(common, "load_pair", None)
-    with pytest.raises(UserError, match="gradient_checkpointing=true is for draft models"):
-        cfg = training_settings(name, workplace, tmp_path / "out", "gradient_checkpointing=true")
-        TRAINERS[name].train(cfg)
-
-
-@pytest.mark.parametrize(
-    ("name", "trainer"), [("train_kangaroo", kangaroo_train), ("train_eagle3", eagle3_train)]
-)
-def test_a_layer_that_the_target_lacks_is_one_line(workplace, tmp_path, name, trainer):
-    cfg = training_settings(name, workplace, tmp_path / "out", "like_layer=4")
-    with pytest.raises(UserError, match="like_layer must be a layer of the target, 0 to 3, not 4"):
-        trainer.train(cfg)
-
-
-@pytest.mark.parametrize("layers", ["[0,0]", "[3,1,3]"])
-def test_a_layer_that_is_named_twice_is_one_line(workplace, tmp_path, layers):
-    cfg = training_settings("train_sps", workplace, tmp_path / "out", f"layers={layers}")
-    with pytest.raises(UserError, match="0 to 3, each once, or a count of its first"):
-        sps_train.train(cfg)
-    cfg = training_settings("train_s2d", workplace, tmp_path / "out", "layers=2", "exits=[2,2]")
-    with pytest.raises(UserError, match="exits must rise"):
-        s2d_train.train(cfg)
 
 
 @pytest.mark.parametrize("arch", ["llama", "gemma", "gemma3", "opt"])
@@ -420,52 +195,6 @@ def test_an_adapter_of_a_target_that_is_built_otherwise_begins_as_an_early_exit(
     assert not is_like and not adapter.layers[0].self_attn.o_proj.weight.any()
 
 
-@pytest.mark.parametrize(("name", "trainer"), [("train_mirror_sd", mirror_train), ("train_pard", pard_train)])
-def test_a_trainer_with_a_mask_of_its_own_looks_at_the_window(
-    workplace, tmp_path, monkeypatch, name, trainer
-):
-    def refuse(*_) -> None:
-        raise UserError("too long")
-
-    monkeypatch.setattr(trainer, "check_window", refuse)
-    with pytest.raises(UserError, match="too long"):
-        trainer.train(training_settings(name, workplace, tmp_path / "out"))
-
-
-def test_rows_longer_than_a_draft_models_window_are_refused():
-    """A mask of its own lets a token see the whole row."""
-    draft = random_model("mistral", 0, sliding_window=16)
-    common.check_window(SimpleNamespace(length=16), draft)
-    with pytest.raises(UserError, match="length=17, and layers .* see 16 tokens: set length=16"):
-        common.check_window(SimpleNamespace(length=17), draft)
-    common.check_window(SimpleNamespace(length=500), random_model("llama", 0))
-
-
-def test_prompts_without_room_end_in_a_line(monkeypatch):
-    monkeypatch.setattr(states, "TOO_MANY", 3)
-    prompts = [[0] * 9, [0] * 2, [0] * 5, [0] * 4, *[[0] * 9] * 4]
-    with_room = common._with_room(iter(prompts), 5)
-    assert [next(with_room)[::2] for _ in range(2)] == [(1, 3), (3, 1)]
-    with pytest.raises(UserError, match="no prompt .* leaves room for an answer in 5 tokens"):
-        next(with_room)
-
-
-def test_a_layer_that_an_adapter_cannot_begin_like_is_one_line(workplace, tmp_path):
-    """The target's heads share keys."""
-    cfg = training_settings("train_kangaroo", workplace, tmp_path / "out", "like_layer=2")
-    with pytest.raises(UserError, match="has another form than an adapter's .*: set like_layer=null"):
-        kangaroo_train.train(cfg)
-
-
-@pytest.mark.process
-def test_a_trainer_tells_in_one_line(workplace, tmp_path):
-    arguments = training_overrides(workplace, tmp_path / "out", "steps=0")
-    command = [sys.executable, "-m", "methods.kangaroo.train", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=ROOT)
-    assert done.returncode == 2
-    assert says(done.stderr, "error: steps ... 1 ... 0") and done.stderr.count("\n") == 1
-
-
 @pytest.mark.nightly
 @pytest.mark.cluster
 def test_two_processes_train_like_one_with_twice_the_batches(workplace, tmp_path):
@@ -481,22 +210,6 @@ def test_two_processes_train_like_one_with_twice_the_batches(workplace, tmp_path
     expected = load_file(alone / "model.safetensors")
     for name, weight in load_file(together / "model.safetensors").items():
         torch.testing.assert_close(weight, expected[name], msg=lambda m, name=name: f"{name}: {m}")
-
-
-def test_a_pair_without_text_asks_for_conversations(workplace, tmp_path):
-    with pytest.raises(UserError, match="conversations=FILE"):
-        more = ("conversations=null", "pair.training=null")
-        kangaroo_train.train(training_settings("train_kangaroo", workplace, tmp_path, *more))
-
-
-def test_text_in_which_the_assistant_never_speaks_is_refused(workplace, tmp_path):
-    (tmp_path / "mute.jsonl").write_text('{"messages": [{"role": "user", "content": "?"}]}\n' * 3)
-    cfg = training_settings("train_kangaroo", workplace, tmp_path, f"conversations={tmp_path}/mute.jsonl")
-    with pytest.raises(UserError, match="too few .*assistant"):
-        next(batches(cfg, load_pair(cfg.pair, 0, with_draft=False)))
-
-
-LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}
 
 
 @pytest.mark.parametrize(
@@ -536,22 +249,6 @@ def test_an_adapter_turns_the_same_when_loaded(tmp_path):
     save_adapter(adapter, tmp_path, torch.float32, exit_layer=1)
     loaded = load_adapter(tmp_path, target)
     assert torch.equal(loaded.rotary.inv_freq, adapter.rotary.inv_freq)
-
-
-@pytest.mark.parametrize(
-    ("name", "trainer", "setting"),
-    [
-        ("train_medusa", medusa_train, "heads=19"),
-        ("train_hydra_heads", hydra_train, "heads=19"),
-        ("train_mirror_sd", mirror_train, "streams=19"),
-        ("train_eagle", eagle_train, "length=7"),
-    ],
-)
-def test_rows_without_room_for_all_guesses(workplace, tmp_path, monkeypatch, name, trainer, setting):
-    """Of 20 tokens, if nothing else is said. It is told before anything is loaded, not at the end."""
-    monkeypatch.setattr(common, "load_pair", None)
-    with pytest.raises(UserError, match="length=.* leaves no room for"):
-        trainer.train(training_settings(name, workplace, tmp_path / "out", setting))
 
 
 class Weight(torch.nn.Linear):
@@ -641,14 +338,3 @@ def test_a_full_disk_is_one_line_and_leaves_the_state_before(workplace, tmp_path
     assert not (tmp_path / RECORD).exists()
     assert trained(workplace, tmp_path, Weight()) == tmp_path
     assert [row["step"] for row in log(tmp_path)] == [1, 2, 2, 3, 3]
-
-
-def test_text_is_known_by_its_split_and_the_settings_of_its_stream():
-    """Stored states of one text are none of another."""
-
-    def of(conversations, split="train_sft", **stream):
-        pair = {"training": {"_target_": "stream", **stream}}
-        return data_of(OmegaConf.create({"conversations": conversations, "split": split, "pair": pair}))
-
-    assert of("a/set") == "a/set:train_sft" != of("a/set", "test_sft")
-    assert of(None) == "stream" != of(None, world=2) == "stream(world=2)"

@@ -192,6 +192,10 @@ FLAT = "pair.draft_shape.num_hidden_layers=1"
         (["pair=tiny", "pair.width=512"], r"set pair\.init=expanded"),
         (["pair=tiny_wide", "pair.device_map=auto"], r"set pair\.init=pretrained"),
         (["pair=vicuna-7b", "pair.init=expanded", "method=sps", FLAT], r"draft model.*pair\.draft_layers=1"),
+        (
+            ["pair=llama-3.1-8b", "pair.init=expanded", "pair.parts.eagle=mine"],
+            r"would ignore yours: leave it out",
+        ),
     ],
 )
 def test_pairs_that_are_refused_before_anything_is_loaded(settings, message):
