@@ -90,13 +90,9 @@ def find_questions_file(data: Mapping) -> Path:
                 f"{source}: {path} is a file, not a folder with a split {split}: set data.split=null"
             )
     else:
-        # Where no checksum tells versions of a file apart, its address does.
-        version = (
-            ""
-            if data["sha256"] or not data["url"]
-            else f"-{hashlib.sha256(data['url'].encode()).hexdigest()[:8]}"
-        )
-        path = cache_folder() / data["name"] / f"question{version}.jsonl"
+        path = cache_folder() / data["name"] / "question.jsonl"
+        if data["url"] and not data["sha256"]:  # no checksum tells versions apart, so the address must
+            path = path.with_stem(f"question-{hashlib.sha256(data['url'].encode()).hexdigest()[:8]}")
         if data.get("split") is not None and (data["url"] or path.exists()):
             raise UserError(
                 f"data.split={data['split']} is part of a folder: set data.path or {variable} to it, or data.split=null"

@@ -259,9 +259,8 @@ def openai(
             reply.prompt_tokens = usage.get("prompt_tokens", reply.prompt_tokens)
             reply.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
         counts = (event.get("metrics") or {}).get("speculative_decoding") or {}
-        none: list[int] | None = (
-            [] if counts.get("num_draft_tokens") == 0 else None
-        )  # vLLM leaves out empty lists
+        # vLLM leaves out lists that are empty.
+        none: list[int] | None = [] if counts.get("num_draft_tokens") == 0 else None
         accepted, drafted = counts.get("per_step_accepted", none), counts.get("per_step_drafted", none)
         if reply.passes and accepted is not None and drafted is not None:  # a summary has totals alone
             reply.passes[1:] = _counted(reply.passes[1:], accepted, drafted)

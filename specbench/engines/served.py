@@ -38,10 +38,7 @@ RESTARTS = 3  # of a server in a run, before it is given up
 REMEMBERS = (
     0.9  # of the passes of first answers: with fewer for the same answers again, drafts come from memory
 )
-TRIALS, TRIED_PASSES = (
-    3,
-    40,
-)  # warm-up questions, and speculative passes, of which it knows what a server does
+TRIALS, TRIED_PASSES = 3, 40  # warm-up questions, and speculative passes, that show what a server does
 ENDING = 1.0  # seconds that a server which broke off gets to end
 LEAST_MERGED = 3  # in one answer: a short one may arrive in a few pieces
 MERGED = 0.25  # of the plain server's passes: if more have several tokens, it drafts and is not just busy

@@ -156,7 +156,9 @@ class Certifier:
         same_draws = decoding.greedy or arm == BASELINE or (arm == METHOD and setup.drafter.deterministic)
         if not same_draws or requests[arm].prompt != prompt:
             late = any(
-                len(truncate_at_stop(text[: decoding.max_new_tokens], stop_ids)) < len(text) for text in texts
+                truncate_at_stop(one.tokens[: requests[name].decoding.max_new_tokens], stop_ids) != one.tokens
+                for name in judged
+                for one in answers[name]
             )
             return Certificate("violation" if late else None, None, None, None)
 
