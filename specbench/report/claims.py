@@ -335,7 +335,7 @@ def share_of_answers(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | N
     its ties or by the likelihood of its answers, counts as one.
     """
     matching = [run for run in runs if _matches(claim["of"], run)]
-    groups: dict[tuple, list[Mapping]] = defaultdict(list)
+    groups: dict[tuple, list[dict]] = defaultdict(list)
     for run in matching:
         family = "embedded" if _matches(SMALL, run) or _matches(EXPANDED, run) else run.summary["pair"]
         groups[(family, *(run.summary.get(key) for key in SAME_ANSWERS))].append(run.summary)
