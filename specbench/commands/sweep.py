@@ -122,14 +122,16 @@ def print_failures(jobs: list[Job]) -> None:
     """Prints each job that failed or whose answers are wrong, by the overrides that not all jobs share, and why."""
     failed = [job for job in jobs if job.state not in ENDED_WELL]
     wrong = [job for job in jobs if job.state in ENDED_WELL and job.code]
+    if not failed and not wrong:
+        return
+    from rich.text import Text
+
+    from specbench.report import cells  # late, as in specbench.commands.run
+
+    out = cells.console()
     for some, what in ((failed, "failed; the same command runs them again"), (wrong, "have wrong answers")):
         if not some:
             continue
-        from rich.text import Text
-
-        from specbench.report import cells  # late, as in specbench.commands.run
-
-        out = cells.console()
         out.print(Text(f"{len(some)} of {len(jobs)} jobs {what}:", style=cells.WRONG))
         for job in some:
             where = f" ({job.run_dir})" if job.run_dir else ""

@@ -19,8 +19,8 @@ from scipy import stats
 from specbench.decoding.sampling import truncate_at_stop
 from specbench.measure.likelihood import (
     BLOCK,
-    LARGEST_EXPONENT,
     Likelihood,
+    most_changed,
     of_logits,
     token_logprobs,
     with_stop,
@@ -350,14 +350,9 @@ def first_tokens(referee: Referee, arm: Arm) -> Iterator[tuple[Answered, int, fl
         if n < SEEDS:
             continue
         probs = referee.first_tokens(answers[0].prompt).numpy()
-        odds = (
-            1.0
-            if arm.blur == 0.0
-            else math.exp(min(arm.blur / (referee.temperature or 1.0), LARGEST_EXPONENT))
-        )
         stop = max(arm.stop_ids, key=lambda token: probs[token], default=0)  # that an empty answer left out
         counts = np.bincount([(answer.tokens or [stop])[0] for answer in answers], minlength=len(probs))
-        yield answers[0], n, multinomial_p(counts, probs, odds)
+        yield answers[0], n, multinomial_p(counts, probs, most_changed(arm.blur, referee.temperature))
 
 
 def multinomial_p(counts: np.ndarray, probs: np.ndarray, odds: float = 1.0) -> float:

@@ -139,12 +139,16 @@ def of_logits(logits: torch.Tensor, tokens: list[int], temperature: float, noise
             blurred += moments(p, apart)
     _, variance, third = sharp.tolist()
     expected, blurred_variance, blurred_third = blurred.tolist() if noise > 0.0 else (0.0, variance, third)
-    # Logits that differ by no more than the noise change a probability by no more than this factor.
-    most = math.exp(min(noise / (temperature or 1.0), LARGEST_EXPONENT))
+    most = most_changed(noise, temperature)
     rarest = [min(tail * most, 1.0) for tail in rarest]
     return Likelihood(
         len(tokens), logprob, surprise, variance, third, expected, blurred_variance, blurred_third, rarest
     )
+
+
+def most_changed(noise: float, temperature: float) -> float:
+    """The most by which logits that differ by no more than the noise change a probability, or odds, as a factor."""
+    return math.exp(min(noise / (temperature or 1.0), LARGEST_EXPONENT))
 
 
 def moments(p: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
