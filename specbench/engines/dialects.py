@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from specbench.decoding.sampling import truncate_at_stop
 from specbench.engines.client import EngineError, events
+from specbench.engines.standalone.completions import NEUTRAL
 from specbench.system.errors import UserError
 
 if TYPE_CHECKING:
@@ -19,12 +20,7 @@ if TYPE_CHECKING:
 
     from specbench.decoding.state import Request
 
-# Settings that a server would otherwise take from the checkpoint's generation config.
-NEUTRAL = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0} | {
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-}
-TOP = 2  # tokens per position whose log-probabilities are requested
+TOP = 5  # tokens per position whose log-probabilities are requested
 FINISHED = ("stop", "length")  # how an answer ends; any other reason is a failure of the server
 UNSTREAMED = 10  # time limit of a whole answer, as a multiple of that of an event
 
@@ -240,7 +236,7 @@ def openai(
         "prompt": request.prompt,
         "max_tokens": decoding.max_new_tokens,
         "temperature": decoding.temperature,
-        **NEUTRAL,
+        **NEUTRAL,  # else vLLM takes them from the checkpoint's generation config
         "seed": request.seed % 2**32,
         "stream": True,
         "stream_options": {"include_usage": True},

@@ -55,7 +55,8 @@ class LlamaCpp(ServedEngine):
     ):
         name = "llama_cpp"
         interpreter, self.version = program(name, install, python, self.module)
-        self.same_weights = target is None
+        self.has_own_file = target is not None
+        self.same_weights = not self.has_own_file
         of_target = (
             existing_file(target)
             if target

@@ -69,7 +69,8 @@ class OpenVINO(ServedEngine):
         properties = dict(plain)
         scheduler = properties.pop("scheduler", {})
         interpreter, self.version = program("openvino", install, python, self.module)
-        self.same_weights = target is None and _fits(pair.target)
+        self.has_own_file = target is not None
+        self.same_weights = not self.has_own_file and _fits(pair.target)
         precision = PRECISIONS[pair.dtype]
         generation = dict(speculative[drafter["name"]])
         lookup = bool(generation.pop(LOOKUP, False))
@@ -107,7 +108,8 @@ class OpenVINO(ServedEngine):
         check("engine.plain.scheduler", scheduler, dict)
         if scheduler.get(CACHING, True):
             raise UserError(
-                f"a scheduler that keeps prompts makes second answers faster: engine.plain.scheduler.{CACHING}=false"
+                "a scheduler that keeps prompts makes second answers faster: "
+                f"set engine.plain.scheduler.{CACHING}=false"
             )
 
 

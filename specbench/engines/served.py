@@ -60,11 +60,13 @@ class ServedEngine:
         version: of the engine.
         faults: what went wrong so far, a line each.
         same_weights: whether it decodes with the pair's own weights, not with a file that somebody quantised.
+        has_own_file: whether it decodes with a file that only it reads: its plain server judges then.
     """
 
     version: str = "unknown"
     start_hint: str = ""  # how long starting takes, for who waits
     same_weights: bool = True
+    has_own_file: bool = False
     module: str | None = None  # of the engine, as its interpreter imports it; None: somebody else runs it
 
     def __init__(

@@ -18,6 +18,7 @@ from specbench.decoding.sampling import SamplingParams, truncate_at_stop
 from specbench.decoding.state import Request
 from specbench.decoding.trace import Clock, Generation, Step
 from specbench.models.pairs import Pair
+from specbench.system.errors import one_line, warn
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
@@ -99,6 +100,7 @@ class Served(Protocol):
         version: its version.
         faults: its faults so far, a line each.
         same_weights: whether it decodes with the pair's own weights.
+        has_own_file: whether it decodes with a file that only it reads.
         is_ours: whether the run starts its servers.
         ports: local ports of servers that the run did not start.
     """
@@ -106,6 +108,7 @@ class Served(Protocol):
     version: str
     faults: list[str]
     same_weights: bool
+    has_own_file: bool
     is_ours: bool
     ports: Collection[int]
 
@@ -134,6 +137,8 @@ class Served(Protocol):
 class FastestOf:
     """Times every arm on the first requests, after one warm-up call, then uses the fastest.
 
+    An arm that fails there is left out with a warning, unless all do: compiled code may not suit a model or a driver.
+
     Args:
         arms: by name.
 
@@ -150,8 +155,13 @@ class FastestOf:
         if self.chosen is None:
             seconds = {}
             for name, arm in self.arms.items():
-                exhaust(arm(requests))  # compiles and captures
-                seconds[name] = sum(answer.seconds for answer in exhaust(arm(requests)))
+                try:
+                    exhaust(arm(requests))  # compiles and captures
+                    seconds[name] = sum(answer.seconds for answer in exhaust(arm(requests)))
+                except Exception as error:
+                    if name == [*self.arms][-1] and not seconds:
+                        raise
+                    warn(f"transformers generate ({name} cache) fails and is left out: {one_line(error)}")
             self.chosen = min(seconds, key=lambda name: seconds[name])
         return (yield from self.arms[self.chosen](requests))
 

@@ -12,6 +12,7 @@ import torch
 
 from specbench.config.spec import AGAIN, BASELINE, HF, METHOD, OWN_LOOP, POOL
 from specbench.decoding.sampling import TARGET, position_draws, truncate_at_stop
+from specbench.measure.engine_referee import EngineReferee
 from specbench.measure.lean import Lean, leans
 from specbench.measure.likelihood import Likelihood, likelihood
 from specbench.measure.metrics.metrics import VERDICTS
@@ -136,7 +137,8 @@ class Certifier:
 
         Answers to other prompts are not judged, nor those drawn with other random numbers than the reference's (by
         transformers, by another engine, or with a drafter that draws), unless they continue after their end. Where our
-        loop's answer differs from another engine's, it is that engine's that is followed to its end.
+        loop's answer differs from another engine's, it is that engine's that is followed to its end. An engine that
+        decodes with a file of its own is judged by its plain server.
 
         Args:
             arm: its name.
@@ -145,7 +147,7 @@ class Certifier:
             first: the reference's first answer.
         """
         setup, request = self.setup, requests[self.setup.reference]
-        prompt, decoding, stop_ids = request.prompt, request.decoding, setup.pair.stop_ids
+        stop_ids = setup.pair.stop_ids
         if setup.served is None:
             judged = {arm, setup.reference}
         else:
@@ -153,14 +155,27 @@ class Certifier:
         texts = {tuple(answer.tokens) for name in judged for answer in answers[name]}
         if setup.served is not None and arm == OWN_LOOP:
             texts, first = {tuple(first)}, answers[OWN_LOOP][0].tokens
-        same_draws = decoding.greedy or arm == BASELINE or (arm == METHOD and setup.drafter.deterministic)
-        if not same_draws or requests[arm].prompt != prompt:
+        same_draws = (
+            request.decoding.greedy or arm == BASELINE or (arm == METHOD and setup.drafter.deterministic)
+        )
+        if not same_draws or requests[arm].prompt != request.prompt:
             late = any(
                 truncate_at_stop(one.tokens[: requests[name].decoding.max_new_tokens], stop_ids) != one.tokens
                 for name in judged
                 for one in answers[name]
             )
             return Certificate("violation" if late else None, None, None, None)
+
+        if self.engine_referee is not None:
+            return self._judge_by_engine(self.engine_referee, arm, request, first, texts)
+        return self._judge_by_target(arm, request, first, texts)
+
+    def _judge_by_target(
+        self, arm: str, request: Request, first: Sequence[int], texts: set[tuple[int, ...]]
+    ) -> Certificate:
+        """As `judge`, for the distinct `texts` of an arm."""
+        setup, prompt, decoding = self.setup, request.prompt, request.decoding
+        stop_ids = setup.pair.stop_ids
 
         def margin(logits: torch.Tensor, token: int, index: int) -> float:
             if decoding.greedy:
@@ -169,7 +184,7 @@ class Certifier:
             return drawn_margin(logits, token, decoding, float(draws[index, TARGET]))
 
         def margin_at(index: int, preferred: int, other: int) -> float:
-            logits = next_logits(setup.target, prompt, first, index)
+            logits = next_logits(setup.target, prompt, list(first), index)
             return (
                 float(logits[preferred] - logits[other]) if decoding.greedy else margin(logits, other, index)
             )
@@ -188,6 +203,37 @@ class Certifier:
             certify(first, list(text), stop_ids, margin_at, lambda: self.noise(arm), worst_after)
             for text in texts
         )
+
+    def _judge_by_engine(
+        self,
+        referee: EngineReferee,
+        arm: str,
+        request: Request,
+        first: list[int],
+        texts: set[tuple[int, ...]],
+    ) -> Certificate:
+        """As `judge`, if only the engine has the target's weights: our loop's answers are another target's then."""
+        if arm == OWN_LOOP:
+            return Certificate(None, None, None, None)
+        noise = referee.noise if texts != {tuple(first)} else 0.0
+        if noise is None:
+            referee.served.note(
+                f"{arm}: it reports no log-probabilities: its answers that differ are not judged"
+            )
+            return Certificate(None, None, None, None)
+        margin_at, worst_after = referee.margin_at(request, first), referee.worst_after(request)
+        stop_ids = self.setup.pair.stop_ids
+        return worst(
+            certify(first, list(text), stop_ids, margin_at, lambda: noise, worst_after) for text in texts
+        )
+
+    @cached_property
+    def engine_referee(self) -> EngineReferee | None:
+        """The judge of an engine whose target's weights only it has; None if the pair's target judges."""
+        served = self.setup.served
+        if served is None or not served.has_own_file:
+            return None
+        return EngineReferee(served, self.protocol.warm_up_requests(NOISE_TOKENS), self.setup.pair.stop_ids)
 
     @property
     def by_likelihood(self) -> bool:

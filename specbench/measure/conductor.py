@@ -62,6 +62,8 @@ class Conductor:
     def __init__(self, setup: Setup, slice_seconds: float | None, remeasure: int):
         self.setup, self.slice_seconds, self.remeasure = setup, slice_seconds, remeasure
         self.watch = Watch()
+        if setup.served is not None:
+            self.watch.ports = setup.served.ports
         self.peak_memory: int | None = None
         self._seconds = self._disturbed_seconds = 0.0  # of all first attempts
 
@@ -73,7 +75,7 @@ class Conductor:
         """
         drafter, device = self.setup.drafter, self.setup.pair.device
         self.setup.set_reference_answers(requests[METHOD])
-        self.watch.find_children(() if self.setup.served is None else self.setup.served.ports)
+        self.watch.find_children()
         heat = self.watch.heat()
         learnt = drafter.snapshot()
         attempts = [self._attempt(requests)]
@@ -108,7 +110,7 @@ class Conductor:
         served = self.setup.served
         if served is None:
             return
-        self.watch.find_children(served.ports)
+        self.watch.find_children()
         if not self.watch.idle_children():
             served.note(
                 f"its servers compute for more than {SETTLING:.0f} s after an answer, which slows the next arm"

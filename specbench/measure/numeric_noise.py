@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from specbench.decoding.cpu import native
 from specbench.decoding.kv_cache import ForwardContext
 from specbench.decoding.model.graphs import Options, set_options, uncaptured
 from specbench.decoding.model.staged_model import StagedModel
@@ -161,13 +162,15 @@ def shape_noise(
         changes: result of `shape_changes` for these arguments; None: it is called.
 
     Returns:
-        Logits; 0 if no shape changes any, and there are no trees.
+        Logits; 0 if no shape changes any, and there are no trees, or only passes of our own kernels.
     """
     changes = changes or shape_changes(target, samples, trees, widest)
     ours = changes.values.max().item()
     if ours == 0.0:
-        # Short samples may miss the few nodes of trees that round differently.
-        passes = (forced_logits(target, *sample, max(BLOCKS)) for sample in samples) if trees else ()
+        # Short samples may miss the few nodes of trees that round differently, but in our own kernels none does.
+        exact = target.device.type == "cpu" and widest <= native.MOST_TOKENS and target.uses_torch is None
+        inexact = () if exact or not trees else samples
+        passes = (forced_logits(target, *sample, max(BLOCKS)) for sample in inexact)
         return 2 * max((logit_step(target, logits) for logits in passes), default=0.0)
     model, step = model_change(target, samples, changes.firsts, changes.blocks)
     largest = ours if ours <= NOT_ROUNDING * model else model
@@ -319,7 +322,9 @@ def batch_noise(target: StagedModel, samples: list[tuple[list[int], list[int]]],
     """As `shape_noise`, between a sequence alone and among `rows` copies of it, fed by tokens or by blocks."""
     largest = 0.0
     for prompt, answer in samples:
-        top, gap = first_two(target, prompt, answer)
+        alone = forced_rows(target, prompt, answer, 1, 1)[0]
+        top = alone.topk(2).indices
+        gap = alone.gather(-1, top).diff()
         for block in {1, *(min(block, target.width or block) for block in BLOCKS)}:
             for logits in forced_rows(target, prompt, answer, block, rows):
                 largest = max(largest, change(logits, top, gap))

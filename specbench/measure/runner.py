@@ -27,7 +27,6 @@ from specbench.data.questions import find_questions_file, load_questions, warmup
 from specbench.data.warm_start import warm_record
 from specbench.decoding.cpu import native
 from specbench.decoding.cpu.compiled_layers import uncompiled
-from specbench.decoding.cpu.packed_linear import packed_weights
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import SamplingParams
@@ -60,7 +59,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from specbench.data.question_files import Question
-    from specbench.decoding.model.staged_model import StagedModel
 
 
 def prepare(cfg: DictConfig, scheduler: Scheduler | None = None) -> Bench:
@@ -123,11 +121,15 @@ def choose(bench: Bench, cfg: DictConfig, earlier: Mapping) -> dict[str, Any]:
         earlier: provenance of an earlier process of the run, whose choice is reused; {} in the first one.
 
     Returns:
-        `thread_choice` and `kernels`, for the provenance.
+        `thread_choice`, `baseline_by_threads` and `kernels`, for the provenance.
     """
     threads = earlier["threads"]["torch"] if earlier else cfg.threads
-    thread_choice = choose_threads(bench.setup, bench.protocol, threads)
-    return {"thread_choice": asdict(thread_choice), "kernels": kernels(bench.setup.target)}
+    thread_choice, seconds = choose_threads(bench.setup, bench.protocol, threads)
+    return {
+        "thread_choice": asdict(thread_choice),
+        "baseline_by_threads": earlier.get("baseline_by_threads") or {str(n): s for n, s in seconds.items()},
+        "kernels": bench.setup.target.uses_torch,
+    }
 
 
 def make_ready(
@@ -142,7 +144,7 @@ def make_ready(
     setup, protocol, watch = bench.setup, bench.protocol, bench.conductor.watch
     # One thread on the host drives a GPU; the others are idle.
     watch.threads = torch.get_num_threads() if setup.pair.device.type == "cpu" else 1
-    watch.find_children(() if setup.served is None else setup.served.ports)
+    watch.find_children()
     before = watch.read()
     generate = setup.arms.get(HF)
     if isinstance(generate, FastestOf):
@@ -285,6 +287,7 @@ class Job:
             "bandwidth_bytes_per_second": ceiling,
             "speed": speed,
             "round_costs": chosen["round_costs"],
+            "baseline_by_threads": chosen["baseline_by_threads"],
             **models(setup, self.cfg.pair, collected["weights"]),
             "questions": collected["questions"]["sha256"],
             "processor": hardware.processor(setup.pair.device),
@@ -369,7 +372,7 @@ def facts(bench: Bench) -> dict:
         "anatomy": pair.anatomy,
         "prompting": pair.prompting,
         "weights_source": pair.source,
-        "kernels": kernels(setup.target),
+        "kernels": setup.target.uses_torch,
         "tiles": native.has_tiles(setup.target.device, pair.dtype),
         "compiled": setup.target.stack.is_compiled,
         "uncompiled": uncompiled(),
@@ -410,19 +413,6 @@ def models(setup: Setup, pair: DictConfig, weights: Mapping) -> dict[str, str | 
         ]
         draft += f" ({', '.join(shaped)})" if shaped else ""
     return {"engine_target": files.get("target"), "draft": files.get("draft", draft)}
-
-
-def kernels(target: StagedModel) -> str | None:
-    """Why short passes of the target run on torch's kernels; None if they run on our own, or on a GPU."""
-    if target.device.type != "cpu":
-        return None
-    parts = [*target.layers, target.lm_head]
-    weights = packed_weights(parts)
-    matrices = sum(one.nbytes for part in parts for one in part.parameters() if one.ndim > 1)
-    others = 1 - sum(one.weight.nbytes for one in weights) / matrices
-    if others > 0.01:
-        return f"of {others:.0%} of the weights, which are no plain linear layers"
-    return next((reason for weight in weights if (reason := weight.lacking)), native.reason())
 
 
 def changing_facts(bench: Bench) -> dict:

@@ -22,6 +22,7 @@ from specbench.measure.conductor import Conductor
 from specbench.measure.machine import provenance
 from specbench.measure.protocol import Protocol
 from specbench.models.pairs import load_pair, pair_for
+from specbench.system.errors import UserError
 from specbench.system.settings import parameters
 from specbench.system.threads import use_threads
 
@@ -37,11 +38,16 @@ def prepare_served(cfg: DictConfig, spec: RunSpec) -> Bench:
     """Loads the pair, which the engine is judged by, and starts the engine's servers.
 
     Raises:
-        UserError: They do not start, or lack what a measurement relies on.
+        UserError: They do not start, lack what a measurement relies on, or give answers that cannot be judged.
     """
     assert spec.engine is not None
     make = pkgutil.resolve_name(spec.engine["_target_"])
     make.check(spec.engine, spec.drafter, spec.batch_size)
+    decoding = SamplingParams(cfg.decoding.max_new_tokens, cfg.decoding.temperature)
+    if spec.engine.get("target") and not decoding.greedy:
+        raise UserError(
+            "sampled answers of a file that only the engine reads cannot be judged: decoding=greedy"
+        )
     needs = spec.needs
     pair_cfg = pair_for(cfg.pair, needs)
     pair = load_pair(pair_cfg, cfg.seed, with_draft=needs.draft_model)
@@ -49,7 +55,6 @@ def prepare_served(cfg: DictConfig, spec: RunSpec) -> Bench:
     chosen = {"drafter": spec.drafter, "threads": threads, "batch_size": spec.batch_size}
     served = make(pair=pair, **chosen, **parameters(spec.engine))
     check_staged(pair.staged, pair.sample_ids())  # after the models were written: it packs their weights
-    decoding = SamplingParams(cfg.decoding.max_new_tokens, cfg.decoding.temperature)
     protocol = Protocol(pair, decoding, cfg.protocol, cfg.seed, warmup_questions(cfg.data))
     served.open(protocol.warm_up_requests(HANDSHAKE_TOKENS))
     loop = Engine(pair.staged, Drafter(), pair.stop_ids, None, pair.context_length)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
+
+import torch
 
 from specbench.config.spec import BASELINE, HF, METHOD, SINGLE
 from specbench.decoding.model.fixed_shape import KV_BUCKET, rounded_up
@@ -83,22 +87,39 @@ def long_requests(request: Request, longest: int) -> list[Request]:
     ]
 
 
-def choose_threads(setup: Setup, protocol: Protocol, requested_threads: int | None) -> threads.Threads:
+def choose_threads(
+    setup: Setup, protocol: Protocol, requested_threads: int | None
+) -> tuple[threads.Threads, dict[int, float]]:
     """Sets torch's threads for all arms: as requested, or the number with which baseline and method are fastest.
 
     It is measured on the first warm-up question (batches: on as many as fill one). Servers of another engine keep the
     threads that they were started with: nothing is measured then.
+
+    Returns:
+        The choice; and the least seconds of the baseline by number of threads, as far as measured. If the method
+        drafts on extra cores, the baseline is also measured on as many.
     """
-    size = setup.spec.batch_size
+    size, matters = setup.spec.batch_size, setup.pair.device.type == "cpu" and setup.served is None
     requests = filled(protocol.warm_up_requests(TOKENS), size)[:size]
     setup.set_reference_answers(requests)
+    seconds: dict[int, float] = {}
+
+    def baseline() -> None:
+        begun, n = time.perf_counter(), torch.get_num_threads()
+        setup.answers(BASELINE, requests)
+        seconds[n] = min(seconds.get(n, math.inf), time.perf_counter() - begun)
 
     def work() -> None:
-        for name in (BASELINE, METHOD):
-            setup.answers(name, requests)
+        baseline()
+        setup.answers(METHOD, requests)
 
-    matters = setup.pair.device.type == "cpu" and setup.served is None
-    return threads.use_threads(requested_threads, work if matters else None)
+    chosen = threads.use_threads(requested_threads, work if matters else None)
+    all_cores = min(chosen.threads + setup.drafter.extra_cores, threads.present_cores())
+    if matters and all_cores > chosen.threads and all_cores not in seconds:
+        for n in (all_cores, chosen.threads) * 2:  # last the chosen number: it remains set
+            torch.set_num_threads(n)
+            baseline()
+    return chosen, seconds
 
 
 def filled(requests: list[Request], size: int) -> list[Request]:

@@ -8,7 +8,6 @@ from rich.text import Text
 
 from specbench.config.spec import POOL, QUESTION
 from specbench.measure.metrics import summary as metrics
-from specbench.measure.metrics.statistics import LEAST_PASSES
 from specbench.report import cells, remarks, tables, verdicts
 from specbench.report.labels import task_names
 from specbench.report.runs import Run, differences, not_comparable, row_names
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
 
 SPEEDUP = "speedup"
 METRICS = (SPEEDUP, *metrics.COUNTED)
-ONE_PROCESS = "intervals over questions: they leave out how far processes of a run differ (processes=3)"
 
 
 def print_comparison(runs: list[Run], metric: str = SPEEDUP) -> None:
@@ -99,11 +97,6 @@ def without_difference(runs: list[Run]) -> list[str]:
     return [f"no difference for {run.name}: {why}" for run in others if (why := hindrance(first, run))]
 
 
-def in_one_process(runs: list[Run]) -> bool:
-    """Whether any run was measured by one process: its interval then does not cover how processes differ."""
-    return any(run.summary.get("processes", 1) < LEAST_PASSES for run in runs)
-
-
 def difference_table(runs: list[Run], metric: str = SPEEDUP) -> Table:
     """The ratio of a metric of each other run to that of the first; a row per task.
 
@@ -116,8 +109,8 @@ def difference_table(runs: list[Run], metric: str = SPEEDUP) -> Table:
     by_run = [relative(first, run, metric) for run in others]
     ratios = [difference.ratio for of_run in by_run if (difference := of_run.get("overall"))]
     has_interval = any(ratio.low is not None for ratio in ratios)
-    foot = ONE_PROCESS if metric == SPEEDUP and has_interval and in_one_process(runs) else ""
-    table = cells.PlainTable(f"{title} {names[0]}", foot)
+    in_one = metric == SPEEDUP and has_interval and remarks.in_one_process(runs)
+    table = cells.PlainTable(f"{title} {names[0]}", remarks.ONE_PROCESS if in_one else "")
     table.add_columns("task", no_wrap=True)
     table.add_columns(*names[1:], justify="right", overflow="fold")
     tasks = task_names(run.summary for run in runs)

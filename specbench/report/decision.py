@@ -335,6 +335,10 @@ def facts(decision: Decision) -> list[str]:
         lines.append(f"the baseline against itself: {speedup_text(run.summary['overall'])}")
     if any(remarks.is_one_pool(one.summary) for one in shown):
         lines.append(remarks.ONE_POOL)
+    if any(len(one.runs) == 1 and remarks.in_one_process(one.runs) for one in shown):
+        lines.append(remarks.ONE_PROCESS)
+    if weak := [one.label for one in shown if remarks.weak_baseline(one.summary)]:
+        lines.append(f"the baseline is faster with other threads: {named(weak)}")
     if busy := [one.label for one in shown if remarks.disturbed(one.summary)]:
         lines.append(f"disturbed by other processes: {named(busy)}")
     if slow := [one.label for one in shown if slow_machine(one.summary)]:

@@ -10,12 +10,10 @@ from specbench.measure.machine.provenance import COMPARABLE
 from specbench.measure.metrics.statistics import LEAST_POOLS, LEAST_QUESTIONS
 from specbench.report import remarks, verdicts
 from specbench.report.compare import (
-    ONE_PROCESS,
     SPEEDUP,
     differing_conditions,
     differing_turns,
     faulty,
-    in_one_process,
     relative,
     without_difference,
 )
@@ -115,8 +113,8 @@ def _judge(first: Run, run: Run, metric: str, fail_below: float | None, allow: t
         hindrances.append(f"there is no interval: it takes {least}")
     wrong = faulty([first, run], with_speed=False)
     doubts = remarks.machine_warnings([first, run]) if metric == SPEEDUP else []
-    if metric == SPEEDUP and high is not None and in_one_process([first, run]):
-        doubts.append(ONE_PROCESS)
+    if metric == SPEEDUP and high is not None and remarks.in_one_process([first, run]):
+        doubts.append(remarks.ONE_PROCESS)
     verdict = None
     if fail_below is not None:
         lost = high is not None and high < fail_below

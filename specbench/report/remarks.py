@@ -9,14 +9,14 @@ from rich.text import Text
 from specbench.config.spec import POOL, without_group
 from specbench.data.warm_start import WARM, warmed_with
 from specbench.measure.metrics.engine import rarities
-from specbench.measure.metrics.statistics import verdict
+from specbench.measure.metrics.statistics import LEAST_PASSES, verdict
 from specbench.report.cells import UNKNOWN, WRONG, equivalence_text, number_text, share_text
 from specbench.report.labels import QUOTED, VOCAB_MAP, VOCAB_SIZE, as_text, labels, method_label, named
 from specbench.report.phases import FEW, different_phases, slow_machine, slow_machines, spread
 from specbench.report.runs import Run, differing_by_pair
 from specbench.report.training_data import differing_training
 from specbench.report.verdicts import baseline_fault, faults, itself_text
-from specbench.system.settings import TOKEN, TYPICAL
+from specbench.system.settings import TOKEN, TYPICAL, WORTH
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -26,6 +26,7 @@ EXPANDED = "text and acceptance are those of the embedded family, times and size
 DISTURBED = "other processes were busy for {} of the measured time"
 WORST_DISTURBED = 0.1  # of the measured time, above which a run warns of it first
 STOLEN_SHOWN = 0.001
+ONE_PROCESS = "intervals over questions: they leave out how far processes of a run differ (processes=3)"
 ONE_POOL = "interval over repeats of one pool: timing noise only"
 
 
@@ -128,8 +129,13 @@ def disturbances(runs: Iterable[Run]) -> list[str]:
 def machine_warnings(runs: Iterable[Run]) -> list[str]:
     """Warnings about the machine: its phases, and runs on a slow or disturbed one or on too few cores."""
     runs = list(runs)
-    crowded = [f"{run.name}: {line}" for run in runs if (line := too_few_cores(run.summary))]
-    return [*different_phases(runs), *slow_machines(runs), *disturbances(runs), *crowded]
+    of_cores = [
+        f"{run.name}: {line}"
+        for run in runs
+        for line in (too_few_cores(run.summary), weak_baseline(run.summary))
+        if line
+    ]
+    return [*different_phases(runs), *slow_machines(runs), *disturbances(runs), *of_cores]
 
 
 def too_few_cores(summary: dict) -> str:
@@ -138,6 +144,24 @@ def too_few_cores(summary: dict) -> str:
     if wanted is None or present is None or wanted <= present:
         return ""
     return f"TOO FEW CORES: {wanted} wanted, {present} present; the drafter takes the target's"
+
+
+def weak_baseline(summary: dict) -> str:
+    """A warning if the baseline alone is faster with other threads than the run's; else, or if unmeasured, empty."""
+    seconds = {int(n): of_n for n, of_n in (summary.get("baseline_by_threads") or {}).items()}
+    usual = seconds.get(summary.get("threads") or 0)
+    best = min(seconds, key=lambda n: seconds[n], default=None)
+    if usual is None or best is None or seconds[best] >= WORTH * usual:
+        return ""
+    return (
+        f"WEAK BASELINE: {usual / seconds[best]:.2f} times as fast with threads={best} (one warm-up question); "
+        "measure with that, too"
+    )
+
+
+def in_one_process(runs: Iterable[Run]) -> bool:
+    """Whether any run was measured by one process: its interval then does not cover how processes differ."""
+    return any((run.summary.get("processes") or 1) < LEAST_PASSES for run in runs)
 
 
 def kinds(lines: Iterable[str]) -> list[str]:
@@ -331,7 +355,8 @@ def title_text(summary: dict) -> Text:
     sliced = f", {turns(summary)}" if "slice_seconds" in summary else ""
     for line in faults(summary, with_baseline=False):
         text.append(f"{line}\n", style=WRONG)
-    for warning in filter(None, (slow_machine(summary), disturbed(summary), too_few_cores(summary))):
+    warnings = slow_machine(summary), disturbed(summary), too_few_cores(summary), weak_baseline(summary)
+    for warning in filter(None, warnings):
         text.append(f"{warning}\n", style=WRONG)
     chosen = as_text({name: value for name, value in summary["settings"].items() if value is not None})
     settings = f" ({', '.join(chosen)})" if chosen else ""

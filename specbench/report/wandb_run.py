@@ -11,7 +11,6 @@ import io
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,8 +30,11 @@ from specbench.report import plots
 from specbench.report.runs import Run, read_run, summary_frame
 from specbench.system.errors import one_line
 from specbench.system.secrets import without_secrets
+from specbench.system.settings import flat
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
     from matplotlib.figure import Figure
 
 REACH_SECONDS = 30  # to wait for the service to answer at all
@@ -96,15 +98,9 @@ def run_id(run_dir: Path) -> str:
     return hashlib.sha256(run_dir.name.encode() + (run_dir / store.RECORDS).read_bytes()).hexdigest()[:16]
 
 
-def scalars(value: Mapping, prefix: str = "") -> dict[str, float]:
+def scalars(summary: Mapping) -> dict[str, float]:
     """The numbers of nested dictionaries by their path: {"overall": {"speedup": 2}} -> {"overall/speedup": 2}."""
-    flat: dict[str, float] = {}
-    for key, item in value.items():
-        if isinstance(item, Mapping):
-            flat |= scalars(item, f"{prefix}{key}/")
-        elif isinstance(item, int | float):
-            flat[prefix + key] = item
-    return flat
+    return {name: value for name, value in flat(summary, "/").items() if isinstance(value, int | float)}
 
 
 def contents(run: Run) -> dict[str, object]:

@@ -67,6 +67,9 @@ WRAPPED = "drafter"  # of a wrapper: the configuration of the wrapped drafter
 # decoding.verification: how drafts are verified. The last one is lossy: a control that the certificate must find.
 TOKEN, BLOCK, TYPICAL = "token", "block", "typical"
 CONSTANT, ADAPTIVE, GOODPUT = "constant", "adaptive", "goodput"  # decoding.draft_length
+# Share of the time with fewer threads that more threads must stay below: their gain on a quiet machine is lost several
+# times over on a busy one.
+WORTH = 0.9
 # The setting of a drafter that learns, and its value if the memory outlives an answer.
 MEMORY, LASTING = "memory", "run"
 
@@ -122,14 +125,16 @@ def plain(cfg: Mapping) -> dict[str, Any]:
     return cast("dict[str, Any]", OmegaConf.to_container(cfg, resolve=True))
 
 
-def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings by dotted names."""
+def flat(values: Mapping[Any, Any], separator: str = ".", lists: bool = False) -> dict[str, Any]:
+    """Nested settings by the names that lead to them, joined; with `lists` also the items of lists, by their index."""
     flattened: dict[str, Any] = {}
     for key, value in values.items():
-        if isinstance(value, dict):
-            flattened |= flat(value, f"{prefix}{key}.")
+        inner = dict(enumerate(value)) if lists and isinstance(value, list) else value
+        if isinstance(inner, dict):
+            leaves = flat(inner, separator, lists)
+            flattened |= {f"{key}{separator}{name}": leaf for name, leaf in leaves.items()}
         else:
-            flattened[f"{prefix}{key}"] = value
+            flattened[str(key)] = value
     return flattened
 
 

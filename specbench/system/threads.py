@@ -17,14 +17,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from specbench.system.processes import cpu_quota, own_cores
+from specbench.system.settings import WORTH
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 ROUNDS = 3
-# Share of the time with fewer threads that more threads must stay below: their gain on a quiet machine is lost several
-# times over on a busy one.
-WORTH = 0.9
 HOPELESS = 1.5  # times the best time so far: still fewer threads are not tried
 
 

@@ -267,7 +267,7 @@ def test_a_token_has_its_bits_in_a_wide_pass_too(dtype, tokens):
     ("environment", "expected"),
     [
         ({native.SWITCH: "0"}, "SPECBENCH_KERNELS=0"),
-        ({"CXX": "no-such-compiler -m64"}, "$CXX=no-such-compiler -m64 is no C++ compiler"),
+        ({"CXX": "no-such-compiler -m64"}, "$CXX=no-such-compiler -m64 is not a C++ compiler"),
         ({"CXX": sys.executable}, "kernels cannot be compiled: "),
     ],
 )

@@ -164,6 +164,22 @@ FAULTS = (
         ("tests/measure/test_certify.py",),
     ),
     Fault(
+        "answers from an engine's own file are judged by other weights",
+        "audit",
+        "specbench/measure/certify.py",
+        "        if self.engine_referee is not None:\n",
+        "        if False:\n",
+        ("tests/measure/test_engine_referee.py",),
+    ),
+    Fault(
+        "an engine's plain server does not follow an answer after a tie",
+        "audit",
+        "specbench/measure/engine_referee.py",
+        "                index += 1 + differs\n",
+        "                return largest\n",
+        ("tests/measure/test_engine_referee.py",),
+    ),
+    Fault(
         "drawn answers of an engine may continue after their end",
         "audit",
         "specbench/measure/certify.py",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from functools import partial
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -22,6 +23,7 @@ from specbench.measure import arms, runner, warm_up
 from specbench.measure.arms import FastestOf, Setup, generate_arm, hf_generate_arm, usual_experts
 from specbench.measure.protocol import Protocol
 from specbench.measure.runner import make_ready
+from specbench.system import threads
 from tests.support.decoding import generate_with_transformers, random_pair
 from tests.support.graphs import PretendedRunner
 
@@ -45,6 +47,24 @@ def test_the_faster_arm_answers(seconds):
         assert [g.seconds for g in exhaust(arm([Request(PROMPT, SamplingParams(1))] * 2))] == [1.0, 1.0]
     assert arm.chosen == ("first", "second")[seconds.index(1.0)]
     assert len(asked) == 2 * 2 + 2, "each is tried once, and timed once"
+
+
+def test_an_arm_that_fails_at_first_is_left_out_with_a_warning_unless_all_do(capsys):
+    def fails(requests: list[Request]) -> Rounds:
+        yield len(requests)
+        raise RuntimeError("no such kernel")
+
+    requests = [Request(PROMPT, SamplingParams(1))]
+    for arms_by_name in (
+        {"dynamic": arm_of(1.0, []), "static": fails},
+        {"static": fails, "dynamic": arm_of(1.0, [])},
+    ):
+        arm = FastestOf(arms_by_name)
+        assert exhaust(arm(requests)) and arm.chosen == "dynamic"
+        assert "generate (static cache) fails and is left out: " in (said := capsys.readouterr().err)
+        assert "no such kernel" in said and said.count("\n") == 1
+    with pytest.raises(RuntimeError, match="no such kernel"):
+        exhaust(FastestOf({"dynamic": fails, "static": fails})(requests))
 
 
 def test_on_cuda_generate_has_two_ways(monkeypatch):
@@ -114,6 +134,37 @@ def test_graphs_are_warmed_up_with_prompts_as_long_as_the_questions(monkeypatch)
     lengths = [(len(request.prompt), request.decoding.max_new_tokens) for request in asked]
     assert lengths[0] == (3 * 700 + 300, 300)  # three messages, and an answer of any length
     assert lengths[1:] == [(2040, 16), (1528, 16), (1016, 16), (700, 300), (700, 300)]
+
+
+@pytest.mark.parametrize(("requested", "extra", "counts"), [(None, 0, {1, 2}), (1, 0, set()), (1, 1, {1, 2})])
+def test_the_baseline_is_timed_by_itself_with_each_number_of_threads(monkeypatch, requested, extra, counts):
+    """A number that suits both arms may not suit it; and a drafter may have cores that it lacks."""
+    seconds = {1: 0.02, 2: 0.005}
+
+    def baseline(requests: list[Request]) -> Rounds:
+        time.sleep(seconds[torch.get_num_threads()])
+        yield len(requests)
+
+    def method(requests: list[Request]) -> Rounds:
+        time.sleep(0.1 * torch.get_num_threads())
+        yield len(requests)
+
+    before = torch.get_num_threads()
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(threads, "usable_cores", lambda: 2)
+    monkeypatch.setattr(threads, "present_cores", lambda: 2)
+    pair = SimpleNamespace(context_length=512, prompt_ids=lambda messages: PROMPT, device=torch.device("cpu"))
+    drafter = Drafter()
+    drafter.extra_cores = extra
+    setup = Setup(pair, None, drafter, {BASELINE: baseline, METHOD: method}, RunSpec({}))
+    protocol = Protocol(pair, SamplingParams(30), "paired", 0, [SimpleNamespace(turns=["a question"])])
+    try:
+        chosen, timed = warm_up.choose_threads(setup, protocol, requested)
+        assert chosen.threads == torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+    assert timed.keys() == counts
+    assert not timed or timed[2] < 0.9 * timed[1]
 
 
 def test_batches_are_warmed_up_with_all_that_a_scheduler_holds_and_become_smaller_one_by_one():

@@ -77,7 +77,7 @@ def test_every_arm_of_another_engine_starts_when_its_servers_are_idle(monkeypatc
     """Before anything of it is counted; and a server that never is becomes a fault."""
     seen: list[str] = []
     noted: list[str] = []
-    monkeypatch.setattr(Watch, "find_children", lambda _, ports=(): seen.append(f"ports {sorted(ports)}"))
+    monkeypatch.setattr(Watch, "find_children", lambda watch: seen.append(f"ports {sorted(watch.ports)}"))
     monkeypatch.setattr(Watch, "idle_children", lambda _: seen.append("waits") or is_idle)
     read = Watch.read
     monkeypatch.setattr(Watch, "read", lambda self: seen.append("reads") or read(self))

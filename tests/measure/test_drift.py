@@ -1,4 +1,4 @@
-"""The first and the last third of the questions of a run whose drafter goes on with what it has learnt."""
+"""The first and the last third of each task's questions, if a drafter goes on with what it has learnt."""
 
 from __future__ import annotations
 
@@ -43,9 +43,19 @@ def test_thirds_are_in_the_order_of_the_questions():
     assert found["first"]["speedup_low"] is None, "two questions have no interval"
 
 
+def test_tasks_are_not_compared_with_each_other():
+    """One after the other, and the second faster: a drafter that does not learn would seem to."""
+    slow = [answered(q, accepted=(1, 1), slow=1.0) | {"task": "qa"} for q in (1, 2, 3, 4)]
+    fast = [answered(q, accepted=(3, 3), slow=2.0) | {"task": "rag"} for q in (5, 6, 7)]
+    few = [answered(q, accepted=(9, 9), slow=9.0) | {"task": "mt_bench"} for q in (8, 9)]
+    found = of(LEARNT, slow + fast + few)["drift"]
+    assert found["first"] == found["last"]
+    assert found["first"]["questions"] == 2 and found["first"]["speedup"] == pytest.approx(1.5)
+
+
 def test_the_foot_of_the_table_says_both():
     (line,) = learnt()["notes"]
-    assert "first third of the questions: speedup 1.50, acceptance length 2.00" in line
+    assert "first third of each task: speedup 1.50, acceptance length 2.00" in line
     assert line.endswith("last third: speedup 4.00, acceptance length 4.50")
 
 

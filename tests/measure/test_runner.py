@@ -29,7 +29,7 @@ from specbench.measure.machine.watch import Watch
 from specbench.measure.metrics.engine import SURPRISE
 from specbench.measure.protocol import Protocol
 from specbench.measure.records import run_folder as store
-from specbench.measure.runner import kernels, models
+from specbench.measure.runner import models
 from specbench.system import threads
 from specbench.system.errors import JobError, UserError
 from specbench.system.files import read_json
@@ -96,9 +96,9 @@ def test_another_engines_own_files_are_told_by_name_and_checksum():
 def test_weights_that_no_kernel_of_ours_reads_are_told():
     """Experts are no linear layers, nor are quantised ones."""
     target = StagedModel(copy.deepcopy(random_pair("llama").target))
-    assert kernels(target) is None
+    assert target.uses_torch is None
     target.layers[0].experts = torch.nn.Parameter(torch.zeros(4, 64, 64), requires_grad=False)
-    assert says(kernels(target) or "", "of ... of the weights, which are no plain linear layers")
+    assert says(target.uses_torch or "", "for ... of the weights, which are not plain linear layers")
 
 
 def test_how_often_cores_were_slowed_is_read_around_a_turn_and_not_its_slices(

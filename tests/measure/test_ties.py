@@ -52,8 +52,10 @@ def test_ties_are_counted_beside_what_is_expected():
     ]
     found = ties(records)
     assert found["count"] == 1 and found["expected"] == pytest.approx(0.3)
-    assert found["p_value"] == pytest.approx(1 - torch.exp(torch.tensor(-0.3)).item(), abs=1e-6)
+    assert found["p_value"] == pytest.approx(1 - 0.9 * 0.8)
     assert ties([{"turns": [turn("tie", None)]}]) is None
+    all_tie = ties([{"turns": [turn("tie", 0.3)] * 14}])
+    assert all_tie and all_tie["p_value"] == pytest.approx(0.3**14), "of 14 answers no more than 14 can tie"
 
 
 def test_too_many_ties_are_a_violation():

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import shutil
+import socket
 import time
 
 import psutil
@@ -164,6 +165,17 @@ def test_a_process_that_burns_a_core_is_seen_unless_it_is_a_child():
     finally:
         child.kill()
         child.join()
+
+
+def test_a_server_on_a_measured_port_counts_as_a_child():
+    """This very process listens: it is no child of its own, so only the port can lead to it."""
+    seen = Watch()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        seen.find_children()
+        before = seen._seconds_of_children()
+        seen.ports = {server.getsockname()[1]}
+        seen.find_children()
+        assert seen._seconds_of_children() > before + 0.1  # pytest has used more than that
 
 
 @pytest.mark.parametrize(

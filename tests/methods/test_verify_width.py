@@ -211,6 +211,16 @@ def test_nodes_of_trees_are_right_but_for_rounding(half):
         )
 
 
+@needs_kernels
+def test_no_node_of_a_tree_rounds_on_our_own_kernels(panels, monkeypatch):
+    """So no difference is excused there; torch's kernels, and passes too wide for ours, keep an allowance."""
+    target, samples = panels.staged, [(list(range(3, 20)), list(range(3, 20)))]
+    assert shape_noise(target, samples, trees=True, widest=30) == 0
+    assert shape_noise(target, samples, trees=True, widest=native.MOST_TOKENS + 1) > 0
+    monkeypatch.setattr(StagedModel, "uses_torch", "for a reason")
+    assert shape_noise(target, samples, trees=True, widest=30) > 0
+
+
 @pytest.mark.slow
 def test_a_token_rounds_alike_at_every_place_of_a_pass():
     """Three heads share keys: at width 11 the fused attention would take 32 of 33 queries together and one alone."""

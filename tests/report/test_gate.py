@@ -10,7 +10,7 @@ import pytest
 from specbench.measure.records import run_folder as store
 from specbench.report import __main__ as report
 from specbench.report import gate
-from specbench.report.compare import ONE_PROCESS
+from specbench.report.remarks import ONE_PROCESS
 from specbench.report.runs import differences
 from tests.report.test_compare import records, run, seconds  # noqa: F401 - run is a fixture
 from tests.report.test_phases import measured

@@ -272,6 +272,19 @@ def test_engines_stand_side_by_side_with_our_own_run_of_the_method():
     assert len(tables.overview([SUMMARY, SERVED])) == 1 + len(tables.overview([SUMMARY, SUMMARY]))
 
 
+def test_a_baseline_that_is_faster_with_other_threads_is_called_weak():
+    weak = SUMMARY | {"threads": 1, "baseline_by_threads": {"1": 2.0, "2": 1.25}}
+    warning = "WEAK BASELINE: 1.60 times as fast with threads=2"
+    assert shown(tables.run_table(weak)).startswith(warning)
+    assert f"weak: {warning}" in remarks.machine_warnings(runs_of(weak=weak))[-1]
+    for strong in (
+        {"threads": 2},
+        {"baseline_by_threads": {"1": 2.0, "2": 1.9}},
+        {"baseline_by_threads": None},
+    ):
+        assert remarks.weak_baseline(weak | strong) == ""
+
+
 def test_a_method_that_wants_more_cores_than_there_are_says_so():
     short = SUMMARY | {"threads": 2, "extra_cores": 1, "cores": 2}
     warning = "TOO FEW CORES: 3 wanted, 2 present"

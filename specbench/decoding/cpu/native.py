@@ -74,7 +74,7 @@ def load() -> tuple[list[str], str | None]:
             _register_shapes()
             return command, None
     named = os.environ.get("CXX")
-    nothing = f"$CXX={named} is no C++ compiler" if named else "there is no C++ compiler"
+    nothing = f"$CXX={named} is not a C++ compiler" if named else "there is no C++ compiler"
     return [], next(iter(reasons), nothing)
 
 

@@ -393,6 +393,16 @@ def packed_weights(modules: Iterable[torch.nn.Module]) -> list[PackedWeight]:
     return [*fused, *(part._packed for part in parts if isinstance(part, PackedLinear))]
 
 
+def uses_torch(parts: Sequence[torch.nn.Module]) -> str | None:
+    """Why short passes of a model's parts run on torch's kernels on a CPU; None if they run on our own."""
+    weights = packed_weights(parts)
+    matrices = sum(one.nbytes for part in parts for one in part.parameters() if one.ndim > 1)
+    others = 1 - sum(one.weight.nbytes for one in weights) / matrices
+    if others > 0.01:
+        return f"for {others:.0%} of the weights, which are not plain linear layers"
+    return next((reason for weight in weights if (reason := weight.lacking)), native.reason())
+
+
 def packed_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> torch.nn.Linear:
     """A frozen linear layer of a weight [out, in] and a bias [out], packed; the given weight is unchanged."""
     rows, columns = weight.shape

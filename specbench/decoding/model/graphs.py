@@ -162,7 +162,9 @@ class GraphRunner(EagerRunner):
             # Kernels of a graph keep the priority of the stream that they were captured on.
             priority = torch.cuda.current_stream(self.device).priority
             self._stream = torch.cuda.Stream(self.device, priority=priority)
-            # One for all graphs: none runs beside another, and outputs are copied before the next one runs.
+        if not any(self._captured.values()):
+            # One for all graphs: none runs beside another, and outputs are copied before the next one runs. Once all
+            # are dropped, tensors that they made may still live, and torch refuses their pool.
             self._pool = torch.cuda.graph_pool_handle()
         if self.compile:
             function = compiled(function)

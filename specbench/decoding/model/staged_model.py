@@ -15,7 +15,7 @@ import torch
 
 from specbench.decoding.cpu.compiled_layers import release
 from specbench.decoding.cpu.lean_modules import lean_copy
-from specbench.decoding.cpu.packed_linear import pack_linears
+from specbench.decoding.cpu.packed_linear import pack_linears, uses_torch
 from specbench.decoding.kv_cache import ForwardContext, KVCache
 from specbench.decoding.model import anatomy, fixed_shape
 from specbench.decoding.model.cost import EXPERTS, Experts, experts_of, experts_wait, weight_bytes
@@ -117,6 +117,11 @@ class StagedModel:
     def layers(self) -> list[torch.nn.Module]:
         """The layers."""
         return self.stack.layers
+
+    @property
+    def uses_torch(self) -> str | None:
+        """Why short passes run on torch's kernels; None if they run on our own, or on a GPU."""
+        return uses_torch([*self.layers, self.lm_head]) if self.device.type == "cpu" else None
 
     # -- what a pass costs -------------------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ from specbench.system.errors import UserError
 from specbench.system.files import file_sha256, finite, read_json, write_json
 from specbench.system.paths import packaged
 from specbench.system.secrets import without_secret_value, without_secrets
-from specbench.system.settings import NO_PARAMETERS
+from specbench.system.settings import NO_PARAMETERS, flat
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -136,7 +136,11 @@ def differences(first: dict, second: dict, names: Sequence[str] = COMPARABLE) ->
     )
     left, right = (
         {"config.engine.name": OWN}
-        | {k: v for k, v in _flat(provenance) if k.startswith(tuple(names)) and k != PLACEMENT}
+        | {
+            k: v
+            for k, v in flat(provenance, lists=True).items()
+            if k.startswith(tuple(names)) and k != PLACEMENT
+        }
         for provenance in (first, second)
     )
     return [
@@ -268,7 +272,7 @@ def trained_weights(drafting: Mapping) -> dict[str, dict]:
 
 def _paths(drafting: Mapping) -> Iterator[tuple[str, str]]:
     """Dotted name and value of every setting of a drafter that may name a file or a folder; its own name is none."""
-    for key, value in _flat(dict(drafting)):
+    for key, value in flat(drafting, lists=True).items():
         if isinstance(value, str) and value and key.rpartition(".")[2] not in NO_PARAMETERS:
             yield key, value
 
@@ -294,15 +298,3 @@ def _weights(source: str, revision: str | None, packages: Mapping) -> dict:
     cached = try_to_load_from_cache(source, "config.json", revision=revision)
     commit = Path(cached).parent.name if isinstance(cached, str) else None
     return {"source": source, "revision": revision, "commit": commit}
-
-
-def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted name, value) of every leaf of nested dictionaries and lists."""
-    items = (
-        value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
-    )
-    if items is None:
-        yield prefix, value
-        return
-    for key, item in items:
-        yield from _flat(item, f"{prefix}.{key}" if prefix else str(key))

@@ -49,10 +49,14 @@ class Watch:
         threads: that this process computes with.
         proc: where the kernel shows processes.
         system: where it shows devices and control groups.
+
+    Attributes:
+        ports: local ports of measured servers that are no children.
     """
 
     def __init__(self, threads: int = 1, proc: Path = PROC, system: Path = SYSTEM):
         self.threads = threads
+        self.ports: Collection[int] = ()
         self._stat, self._tasks = proc / "stat", proc / "self" / "task"
         around = [group / "cpu.stat" for group in groups_around("cpu", proc, system)]
         # Of those that count it: they are read in every slice.
@@ -69,18 +73,16 @@ class Watch:
         self._waited_by: dict[str, int] = {}
         self._spent_by: dict[int, float] = {}
 
-    def find_children(self, ports: Collection[int] = ()) -> None:
-        """Finds child processes and local servers, whose CPU time is not that of others. Takes milliseconds.
-
-        Args:
-            ports: local ports of measured servers that are no children.
-        """
+    def find_children(self) -> None:
+        """Finds child processes and local servers, whose CPU time is not that of others. Takes milliseconds."""
         self._children = psutil.Process().children(recursive=True)
-        if ports:
+        if self.ports:
             with suppress(psutil.AccessDenied):
                 sockets = psutil.net_connections("tcp")
                 listening = {
-                    one.pid for one in sockets if one.status == psutil.CONN_LISTEN and one.laddr.port in ports
+                    one.pid
+                    for one in sockets
+                    if one.status == psutil.CONN_LISTEN and one.laddr.port in self.ports
                 }
                 for pid in filter(None, listening):
                     with suppress(psutil.NoSuchProcess):

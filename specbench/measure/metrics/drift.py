@@ -1,4 +1,4 @@
-"""Numbers of the first and last third of a run's questions, for a method that learns from answer to answer."""
+"""Numbers of the first and last third of each task's questions, for a method that learns from answer to answer."""
 
 from __future__ import annotations
 
@@ -13,25 +13,34 @@ NUMBERS = ("speedup", "speedup_low", "speedup_high", "acceptance_length")
 
 
 def drift(records: list[dict], measured: MetricInput) -> dict[str, dict]:
-    """The numbers of the first and the last third of the questions, in the order in which they were asked.
+    """The numbers of the first and the last third of each task's questions, in the order in which they were asked.
+
+    Of each task: tasks follow one another and differ more than answers do, so thirds of the run would compare tasks.
 
     Args:
         records: of the journal, in its order, of questions that did not fail.
         measured: all of these questions.
 
     Returns:
-        By "first" and "last": questions, speedup with its interval, acceptance_length. {} of fewer than 3 questions.
+        By "first" and "last": questions, speedup with its interval, acceptance_length. {} if no task has 3 questions.
     """
-    question_ids = [*dict.fromkeys(record["question_id"] for record in records)]
-    count = len(question_ids) // 3
-    if count == 0:
+    of_tasks: dict[str, dict[int, None]] = {}
+    for record in records:
+        of_tasks.setdefault(record["task"], {})[record["question_id"]] = None
+    first: set[int] = set()
+    last: set[int] = set()
+    for question_ids in map(list, of_tasks.values()):
+        count = len(question_ids) // 3
+        first |= {*question_ids[:count]}
+        last |= {*question_ids[len(question_ids) - count :]}
+    if not first:
         return {}
 
     def numbers_of(third: set[int]) -> dict[str, Any]:
         part = measured.part([record for record in records if record["question_id"] in third])
-        return {"questions": count} | numbers(part, NUMBERS)
+        return {"questions": len(third)} | numbers(part, NUMBERS)
 
-    return {"first": numbers_of(set(question_ids[:count])), "last": numbers_of(set(question_ids[-count:]))}
+    return {"first": numbers_of(first), "last": numbers_of(last)}
 
 
 def drift_lines(by_third: dict[str, dict]) -> list[str]:
@@ -49,4 +58,4 @@ def drift_lines(by_third: dict[str, dict]) -> list[str]:
         )
 
     first, last = in_words(by_third["first"]), in_words(by_third["last"])
-    return [f"learns from answer to answer: first third of the questions: {first}; last third: {last}"]
+    return [f"learns from answer to answer: first third of each task: {first}; last third: {last}"]

@@ -10,6 +10,8 @@ from functools import cached_property
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from specbench.config.spec import BASELINE, METHOD, POOL, QUESTION, RunSpec
 from specbench.data.ngrams import ngrams
 from specbench.measure.metrics.acceptance import (
@@ -231,17 +233,18 @@ def ties(records: list[dict]) -> dict | None:
 
     - count: ties.
     - expected: the sum of the answers' chances.
-    - p_value: of as many or more, by Poisson's distribution.
+    - p_value: of as many or more, if answers tie independently (Poisson's binomial distribution).
     """
     turns = [turn for record in records for turn in record["turns"]]
     judged = [turn for turn in turns if turn.get("tie_chance") is not None and turn["equivalence"]["verdict"]]
     if not judged:
         return None
-    from scipy import stats  # late: it takes a second
-
+    chances = [turn["tie_chance"] for turn in judged]
     count = sum(turn["equivalence"]["verdict"] == "tie" for turn in judged)
-    expected = sum(turn["tie_chance"] for turn in judged)
-    return {"count": count, "expected": expected, "p_value": float(stats.poisson.sf(count - 1, expected))}
+    of_count = np.ones(1)  # probability of each number of ties
+    for chance in chances:
+        of_count = np.convolve(of_count, [1.0 - chance, chance])
+    return {"count": count, "expected": sum(chances), "p_value": min(float(of_count[count:].sum()), 1.0)}
 
 
 def stats_of(owners: Iterable[type[Drafter | Scheduler]], rounds: pd.DataFrame) -> dict[str, Any]:

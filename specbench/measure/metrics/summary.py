@@ -69,7 +69,7 @@ OF_NEWER_FACTS = (
         "draft",
         "processor",
     ),
-    *("engine_target", "prompting"),
+    *("engine_target", "prompting", "baseline_by_threads"),
     *("reference_answer", "any_length", "longest_path", "max_nodes"),
 )
 QUESTION_COLUMNS = {

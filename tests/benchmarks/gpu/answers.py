@@ -265,7 +265,7 @@ def generate(check: Check) -> None:
     pair = loaded.pair
     judge = Judge(check, pair, check.prompts(pair, 1 if check.small else 2))
     rounds = sum(len(answer.steps) for answer in judge.answers)
-    check.say(Figure("our loop", MS * judge.seconds / rounds, "ms a token", 3.5, 8))
+    check.say(Figure("our loop", MS * judge.seconds / rounds, "ms a token", 3.5, 10))
     requests = [Request(prompt, judge.decoding) for prompt in judge.prompts]
     try:
         import greenlet  # noqa: F401 - an arm of generate runs in one
@@ -283,4 +283,4 @@ def generate(check: Check) -> None:
         answers = exhaust(arm(requests))
         tokens = sum(len(answer.tokens) - 1 for answer in answers)
         note = str(judge.verdicts(answers))
-        check.say(Figure(label, MS * decode_seconds(answers) / tokens, "ms a token", 4, 20, note))
+        check.say(Figure(label, MS * decode_seconds(answers) / tokens, "ms a token", 4, 30, note))
