@@ -50,7 +50,7 @@ SETTINGS = {
     "cores": Threads,
     "out": str,
 }
-PART = {"module": str, "alike": bool, "result": str | None, "draft": str | None, "settings": dict}
+PART = {"module": str, "result": str | None, "draft": str | None, "settings": dict}
 TEXT = ("length", "prompt_weight", "seed", "precision")  # of states and of those that read them
 ALIKE = ("steps", "batch_size", "loss_tokens", "vocab_sample", "save_every")
 # Settings that name layers of the target.
@@ -169,7 +169,7 @@ def steps(cfg: DictConfig, pair: Sequence[str], layers: int) -> list[list[Step]]
     for name, part in checked.items():
         folder = out / "weights" / name
         shared, settings = arguments({"conversations": conversations, "seed": cfg.seed}), part["settings"]
-        if part["alike"]:
+        if part.get("result") is None:  # it is trained
             shared, settings = text, alike | settings
         draft = part.get("draft")
         drafts = {} if draft is None else {"pair.draft": out / "weights" / draft}

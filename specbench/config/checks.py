@@ -240,7 +240,7 @@ def check_values(cfg: DictConfig) -> None:
     check_shapes(cfg.pair, cfg.pair_file)
     for name in ("width", "draft_width"):
         if cfg.pair[name] is not None and cfg.pair.init != "expanded":
-            raise UserError(f"pair.{name} is of expanded models: set pair.init=expanded")
+            raise UserError(f"pair.{name} applies only to expanded models: set pair.init=expanded")
     if cfg.pair.device_map is not None and cfg.pair.init != "pretrained":
         raise UserError("pair.device_map spreads weights that are loaded: set pair.init=pretrained")
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(cfg.pair.device)):

@@ -116,7 +116,7 @@ def check_verification(decoding: DictConfig, drafter: str, groups: Sequence[Mapp
     classes = [pkgutil.resolve_name(group["_target_"]) for group in groups]
     if not classes[-1].draws(groups[-1]):
         raise UserError(
-            f"decoding.verification=block is for sampled drafts, and those of {drafter} are not drawn: "
+            f"decoding.verification=block is for sampled drafts, and those of {drafter} are not sampled: "
             f"set it to {values.TOKEN}"
         )
     if any(cls.draws_trees(group) for cls, group in zip(classes, groups)):

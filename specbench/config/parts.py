@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from specbench.config.folders import base_pair, group_file
-from specbench.system.errors import UserError, one_line
-from specbench.system.files import read_json
+from specbench.system.errors import UserError
+from specbench.system.files import read_record
 from specbench.system.paths import packaged
 
 if TYPE_CHECKING:
@@ -95,8 +95,5 @@ def _size_words(sizes: Mapping[str, int]) -> str:
 
 
 def _json(file: Path) -> dict[str, Any]:
-    """The content of a JSON file; {} if there is none. Raises UserError if it cannot be read."""
-    try:
-        return read_json(file) if file.is_file() else {}
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file} cannot be read: {one_line(error)}") from error
+    """The content of a JSON file; {} if there is none. Raises UserError if it is damaged."""
+    return read_record(file) if file.is_file() else {}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from specbench.data.question_files import PARQUET, TASKS, Question, read_questions, read_turns
 from specbench.system.errors import UserError, suggest
 from specbench.system.files import file_sha256, write_atomic
-from specbench.system.paths import cache_folder, packaged
+from specbench.system.paths import cache_folder, existing_file, packaged
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -66,7 +66,7 @@ def file_questions(data: Mapping, task: Mapping, path: Path | None = None) -> li
 
 def warmup_questions(data: Mapping) -> list[Question]:
     """Questions to warm up with, outside the measured set: those of `data.warmup`, else the embedded ones."""
-    path = _existing(data["warmup"] or WARMUP, "data.warmup")
+    path = existing_file(data["warmup"] or WARMUP, "data.warmup")
     if not (questions := read_questions(path, TASKS)):
         raise UserError(f"data.warmup: {path} holds no question")
     return questions
@@ -83,7 +83,7 @@ def find_questions_file(data: Mapping) -> Path:
     source = "data.path" if data["path"] else variable
     if place := data["path"] or os.environ.get(variable):
         folder = packaged(place)
-        path = _of_split(folder, data, source) if folder.is_dir() else _existing(place, source)
+        path = _of_split(folder, data, source) if folder.is_dir() else existing_file(place, source)
         split = data.get("split")
         if split not in (None, path.stem, path.parent.name):
             raise UserError(
@@ -151,13 +151,6 @@ def _of_split(folder: Path, data: Mapping, source: str) -> Path:
             f"{source}: split {split} of {folder} is {len(files[split])} files: join them, or name one as {source}"
         )
     return files[split][0]
-
-
-def _existing(path: str | Path, source: str) -> Path:
-    file = packaged(path)
-    if not file.is_file():
-        raise UserError(f"{source}: there is no file {file}")
-    return file
 
 
 def _check_sha256(source: Path | str, actual: str, expected: str | None) -> None:

@@ -13,7 +13,7 @@ from specbench.data.contamination import WARM, MeasuredTexts
 from specbench.data.questions import file_questions
 from specbench.system.errors import UserError
 from specbench.system.files import file_sha256
-from specbench.system.paths import packaged
+from specbench.system.paths import existing_file, packaged
 from specbench.system.settings import WRAPPED
 
 if TYPE_CHECKING:
@@ -44,9 +44,7 @@ def check_warm(drafting: Mapping, data: Mapping, task: Mapping) -> None:
     named = warm_file(drafting)
     if named is None:
         return
-    path = packaged(named)
-    if not path.is_file():
-        raise UserError(f"{WARM}: there is no file {path}")
+    path = existing_file(named, WARM)
     measured = MeasuredTexts(file_questions(data, task))
     for number, messages in enumerate(read(str(path)), 1):
         if measured.in_messages(messages):

@@ -15,14 +15,13 @@ is padded with zeros, and what depends on a width is compensated for:
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from specbench import CONF
-from specbench.system.errors import UserError, file_errors
+from specbench.system.errors import UserError
+from specbench.system.files import read_record
 from specbench.system.paths import packaged
 from specbench.system.settings import plain
 
@@ -390,8 +389,7 @@ def check(pair_cfg: DictConfig, draft: str | None) -> None:
 
 
 def _settings(folder: str) -> dict[str, Any]:
-    with file_errors():
-        return json.loads((Path(packaged(folder)) / "config.json").read_text())
+    return read_record(packaged(folder) / "config.json")
 
 
 def _check_anatomy(settings: Mapping[str, Any], name: str) -> None:

@@ -8,22 +8,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors import SafetensorError
 
 from specbench.models.gguf_writer import check_writable, write_gguf
 from specbench.system.errors import UserError, file_errors
-from specbench.system.files import lock_folder, make_folder, share_weights
+from specbench.system.files import lock_folder, made_once, make_folder, share_weights
 from specbench.system.paths import cache_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from specbench.decoding.drafter import Drafter
@@ -58,7 +54,7 @@ def as_gguf(
     def write(path: Path) -> None:
         write_gguf(path, model, tokenizer, kind, pre_tokenizer=pre_tokenizer)
 
-    return _written(_digest(model, tokenizer), f"{name}-{ending}", write)
+    return made_once(_folder(model, tokenizer) / f"{name}-{ending}", "written", write)
 
 
 def as_folder(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> Path:
@@ -69,7 +65,7 @@ def as_folder(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: 
         share_weights(path)
         tokenizer.save_pretrained(path)
 
-    return _written(_digest(model, tokenizer), name, save)
+    return made_once(_folder(model, tokenizer) / name, "written", save)
 
 
 def as_part(drafter: Drafter, name: str) -> Path:
@@ -100,27 +96,8 @@ def as_part(drafter: Drafter, name: str) -> Path:
     return folder / name
 
 
-def _written(digest: str, name: str, write: Callable[[Path], None]) -> Path:
-    """The path of this name, which `write` writes if it does not exist, in one process at a time."""
-    folder = make_folder(cache_folder() / "export" / digest[:12])
-    path, partial = folder / name, folder / f"partial-{name}"
-    if path.exists():  # perhaps in a cache that others alone may write to
-        return path
-    with lock_folder(folder, "written", wait=True):
-        if not path.exists():
-            if partial.is_dir():  # of a process that was killed
-                shutil.rmtree(partial)
-            try:
-                with file_errors(writing=path):
-                    write(partial)
-                    partial.rename(path)
-            except SafetensorError as error:  # its own error for a full disk
-                raise UserError(f"cannot write {path}: {error}") from error
-    return path
-
-
-def _digest(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> str:
-    """A digest of configs, weights, tokens and chat template."""
+def _folder(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Path:
+    """The folder of the cache that is named by a digest of configs, weights, tokens and chat template."""
     rules = getattr(tokenizer, "backend_tokenizer", None)
     tokens = [tokenizer.get_vocab(), tokenizer.special_tokens_map, None if rules is None else rules.to_str()]
     configs = [one.to_dict() for one in (model.config, model.generation_config) if one is not None]
@@ -129,4 +106,4 @@ def _digest(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> str:
     for name, weight in sorted(model.state_dict().items()):
         digest.update(name.encode())
         digest.update(weight.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+    return cache_folder() / "export" / digest.hexdigest()[:12]

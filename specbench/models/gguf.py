@@ -7,13 +7,12 @@ dtype, not those of the file.
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from specbench.system.errors import UserError, file_errors, one_line, warn
-from specbench.system.files import file_sha256, lock_folder, make_folder, write_atomic
+from specbench.system.errors import UserError, one_line, warn
+from specbench.system.files import file_sha256, made_once, read_json, write_atomic
 from specbench.system.paths import cache_folder
 
 if TYPE_CHECKING:
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 SUFFIX = ".gguf"
 FORM = 4  # of the cached folders; those of another form are made anew
 SOURCE = "source.json"  # a converted model's record of its file
-MODEL, PARTIAL = "model", "partial"  # folders: of the model, and of what is not complete yet
+MODEL = "model"  # a converted model's folder
 # Types of tensors that are not quantised.
 FLOATS = ("F32", "F16", "BF16", "F64")
 TOKENS = "tokenizer.ggml.tokens"
@@ -75,25 +74,20 @@ def converted(path: Path) -> Path:
     """
     digest = file_sha256(path)
     folder = cache_folder() / "gguf" / f"{path.stem}-{digest[:12]}-{FORM}"
-    if (folder / MODEL).exists():  # perhaps another user's, who alone may lock it
-        return folder / MODEL
-    with lock_folder(make_folder(folder), "converted", wait=True):
-        if not (folder / MODEL).exists():
-            partial = folder / PARTIAL
-            shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
-            partial.mkdir()
-            print(f"dequantising {path} into {folder}, once", file=sys.stderr, flush=True)
-            with file_errors(writing=partial):
-                _convert(path, digest, partial)
-            partial.rename(folder / MODEL)
-    return folder / MODEL
+
+    def write(partial: Path) -> None:
+        partial.mkdir()
+        print(f"dequantising {path} into {folder}, once", file=sys.stderr, flush=True)
+        _convert(path, digest, partial)
+
+    return made_once(folder / MODEL, "converted", write)
 
 
 def source_of(folder: Path | None) -> str | None:
     """The origin of a converted model, as tables show it: "dequantised from Q4_1"; None for any other folder."""
     if folder is None or not (folder / SOURCE).is_file():
         return None
-    types = json.loads((folder / SOURCE).read_text(encoding="utf-8"))["types"]
+    types = read_json(folder / SOURCE)["types"]
     quantised = [name for name in types if name not in FLOATS]
     return f"dequantised from {quantised[0]}" if quantised else f"from a GGUF file in {next(iter(types))}"
 
@@ -222,7 +216,6 @@ def _convert(path: Path, digest: str, folder: Path) -> None:
     import torch
     import transformers
     from gguf import GGUFReader
-    from safetensors import SafetensorError
     from safetensors.torch import save_model
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -255,10 +248,7 @@ def _convert(path: Path, digest: str, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
-    try:
-        save_model(model, str(folder / "model.safetensors"), metadata={"format": "pt"})
-    except SafetensorError as error:  # of a full disk, too
-        raise UserError(f"cannot write {folder}: {one_line(error)}") from error
+    save_model(model, str(folder / "model.safetensors"), metadata={"format": "pt"})
     source = {
         "file": path.name,
         "sha256": digest,

@@ -29,16 +29,25 @@ IN_LAYER = {
 
 def check_writable(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raises UserError unless model and tokenizer are of a kind that `write_gguf` writes."""
+    if reason := _unsupported(model, tokenizer):
+        raise UserError(
+            f"{reason}; for a run, name a GGUF file with engine.target (a draft model: engine.draft)"
+        )
+
+
+def _unsupported(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Why a model and its tokenizer cannot be written; None if they can."""
     if model.config.model_type != "llama":
-        raise UserError(f"only models of the Llama family become GGUF files, not '{model.config.model_type}'")
+        return f"only models of the Llama family become GGUF files, not '{model.config.model_type}'"
     if (rope := model.config.rope_parameters.get("rope_type", "default")) != "default":
-        raise UserError(f"rotary positions of type '{rope}' are not written into GGUF files")
+        return f"rotary positions of type '{rope}' are not written into GGUF files"
     if any(getattr(model.config, name, False) for name in ("attention_bias", "mlp_bias")):
-        raise UserError("layers with biases are not written into GGUF files")
+        return "layers with biases are not written into GGUF files"
     splits = _tokenizer_model(tokenizer)
     if splits["type"] != "BPE" or splits.get("byte_fallback"):  # Llama 2's merges characters, not bytes
         kind = splits["type"] if splits["type"] != "BPE" else "one that merges characters"
-        raise UserError(f"only byte-level BPE tokenizers go into GGUF files, not {kind}")
+        return f"only byte-level BPE tokenizers go into GGUF files, not {kind}"
+    return None
 
 
 def write_gguf(

@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import os
+import shutil
 import sys
 import time
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from specbench.system.errors import BusyError, UserError, file_errors, one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
 
@@ -94,6 +95,35 @@ def lock_folder(folder: Path, doing: str, wait: bool = False) -> Iterator[None]:
     """
     with _locked(folder / ".lock", folder, doing, wait):
         yield
+
+
+def made_once(path: Path, doing: str, write: Callable[[Path], None]) -> Path:
+    """The path, after `write` has made what is there if nothing was, in one process at a time.
+
+    Args:
+        path: of a file or a folder, which appears complete or not at all.
+        doing: what `write` does with the folder around it, as of `lock_folder`.
+        write: makes it at another path.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    from safetensors import SafetensorError
+
+    if path.exists():  # perhaps in a cache that others alone may write to
+        return path
+    partial = path.with_name(f"partial-{path.name}")
+    with lock_folder(make_folder(path.parent), doing, wait=True):
+        if not path.exists():
+            if partial.is_dir():  # of a process that was killed
+                shutil.rmtree(partial)
+            try:
+                with file_errors(writing=path):
+                    write(partial)
+                    partial.rename(path)
+            except SafetensorError as error:  # its own error for a full disk
+                raise UserError(f"cannot write {path}: {one_line(error)}") from error
+    return path
 
 
 @contextmanager

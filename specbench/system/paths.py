@@ -15,12 +15,19 @@ def packaged(path: str | Path) -> Path:
     return ROOT / path if path.parts[:1] == ("specbench",) else path
 
 
-def existing_file(path: str | Path) -> Path:
-    """The file that a configuration names. Raises UserError if it does not exist."""
+def existing_file(path: str | Path, setting: str | None = None) -> Path:
+    """The file that a configuration names. Raises UserError if it does not exist.
+
+    A symbolic link is not followed: that in a cache of the hub has the file's name, what it points to has another.
+
+    Args:
+        path: as the configuration has it.
+        setting: that names it, for the message.
+    """
     file = packaged(path)
     if not file.is_file():
-        raise UserError(f"there is no file '{path}'")
-    return file.resolve()
+        raise UserError(f"{setting}: there is no file '{path}'" if setting else f"there is no file '{path}'")
+    return file.absolute()
 
 
 def cache_folder() -> Path:

@@ -26,7 +26,6 @@ from tqdm import tqdm
 from specbench.data.ngrams import distinct_share
 from specbench.report.cells import NUMBER, PlainTable, console
 from specbench.tiny import models, world
-from specbench.tiny.evaluate import target_answers
 from specbench.tiny.tokenizer import load_tokenizer
 from specbench.tiny.train import MODELS, SHIPPED
 
@@ -105,7 +104,7 @@ def soundness(
     values: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     batches = [examples[at : at + BATCH] for at in range(0, len(examples), BATCH)]
     for batch in tqdm(batches, desc="answers", unit="batch"):
-        for example, told in zip(batch, by_example(target, tokenizer, batch, max_new_tokens), strict=True):
+        for example, told in zip(batch, answers_to(target, tokenizer, batch, max_new_tokens), strict=True):
             of = values[example.task]
             for question, ids, reference in zip(example.turns, told, example.answers, strict=True):
                 answer = tokenizer.decode(ids, skip_special_tokens=True)
@@ -123,17 +122,33 @@ def _means(values: Mapping[str, list[float]]) -> dict[str, float]:
     return {"distinct": means.pop("own") / means.pop("reference"), **means}
 
 
-def by_example(
+def answers_to(
     target: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, examples: list[Example], limit: int
 ) -> list[list[list[int]]]:
-    """The greedy answers [turn][token] of each example; all first turns are answered before all second ones."""
-    flat = iter(target_answers(target, tokenizer, examples, limit))
+    """The greedy answers [turn][token] to each example; a second turn follows the target's own first answer."""
     answers: list[list[list[int]]] = [[] for _ in examples]
+    chats: list[list[dict]] = [[] for _ in examples]
     for turn in range(max(len(example.turns) for example in examples)):
-        for example, told in zip(examples, answers, strict=True):
-            if turn < len(example.turns):
-                told.append(next(flat)[1])
+        active = [i for i, example in enumerate(examples) if turn < len(example.turns)]
+        for i in active:
+            chats[i].append({"role": "user", "content": examples[i].turns[turn]})
+        for i, ids in zip(active, greedy(target, tokenizer, [chats[i] for i in active], limit), strict=True):
+            answers[i].append(ids)
+            said = tokenizer.decode(ids, skip_special_tokens=True)
+            chats[i].append({"role": "assistant", "content": said})
     return answers
+
+
+def greedy(
+    target: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, chats: list[list[dict]], limit: int
+) -> list[list[int]]:
+    """The answer to each conversation, with its end token if it came; all are answered in one batch."""
+    prompts = [tokenizer.apply_chat_template(c, add_generation_prompt=True, return_dict=False) for c in chats]
+    batch = tokenizer.pad({"input_ids": prompts}, return_tensors="pt")
+    out = target.generate(**batch, max_new_tokens=limit, do_sample=False)
+    end = tokenizer.eos_token_id
+    answers = out[:, batch["input_ids"].shape[1] :].tolist()
+    return [ids[: ids.index(end) + 1] if end in ids else ids for ids in answers]
 
 
 def below_floors(found: Mapping[str, Mapping[str, float]]) -> list[str]:
@@ -202,7 +217,7 @@ def answers_page(weights: Path, max_new_tokens: int) -> str:
         some = of_task[:: len(of_task) // READ][:READ]
         lines += ["", f"## {task}"]
         for number, (example, told) in enumerate(
-            zip(some, by_example(target, tokenizer, some, max_new_tokens)), 1
+            zip(some, answers_to(target, tokenizer, some, max_new_tokens)), 1
         ):
             lines += ["", f"### {number}. {example.category}"]
             for question, ids in zip(example.turns, told, strict=True):

@@ -269,7 +269,7 @@ def test_without_the_benchmark_a_line_says_so_and_nothing_is_left_out(tmp_path, 
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
-    [({"path": "/nowhere/question.jsonl"}, "no file /nowhere"), ({"sha256": "0" * 64}, "another version")],
+    [({"path": "/nowhere/question.jsonl"}, "no file '/nowhere"), ({"sha256": "0" * 64}, "another version")],
 )
 def test_a_benchmark_that_is_not_what_was_named_is_refused(tmp_path, wrong, message):
     cfg = settings(write(tmp_path / "a.jsonl", ["1", "2"]), **benchmark(tmp_path, **wrong))

@@ -236,7 +236,7 @@ def test_what_cannot_be_warmed_is_refused(tmp_path, asked):
             checked(tmp_path, TALKS, *group)
     with pytest.raises(UserError, match="keeps nothing between answers"):
         check(composed("bench", "pair=tiny", "method=samd", "method.memory=run"))
-    with pytest.raises(UserError, match=r"there is no file nowhere\.jsonl"):
+    with pytest.raises(UserError, match=r"there is no file 'nowhere\.jsonl'"):
         check(composed("bench", "pair=tiny", "method=suffix", "method.warm=nowhere.jsonl"))
     (tmp_path / "other.jsonl").write_text('{"text": "no conversation"}\n')
     with pytest.raises(UserError, match="line 1: not a conversation"):

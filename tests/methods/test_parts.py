@@ -22,6 +22,7 @@ from tests.support.training import saved_pair, training_workplace
 
 TOY = ("steps=2", "length=20", "save_every=2", "loss_tokens=8", "vocab_sample=8")
 LAYERS = 30  # of smollm2-135m
+TRAINED = [name for name, part in composed("parts").parts.items() if "result" not in part]
 SMALL = {"draft_vocab": 12, "mask_token": 5, "layers": 3, "taps": [1, 2]}  # for a toy's vocabulary and layers
 
 
@@ -142,7 +143,7 @@ def test_of_blocks_all_tokens_are_judged(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name, part in composed("parts").parts.items() if part.alike])
+@pytest.mark.parametrize("name", TRAINED)
 def test_a_trainer_accepts_its_settings(tmp_path, name):
     cfg = composed("parts")
     toy = {"steps": 1, "length": 20, "save_every": 1, "vocab_sample": None}
@@ -187,10 +188,9 @@ def test_a_part_that_is_there_is_not_made_again(tmp_path):
     pair = saved_pair(training_workplace(tmp_path))
     cfg = composed("parts", *pair, *TOY, f"out={tmp_path}/build")
     cfg.parts = {
-        "kangaroo": {"module": "methods.kangaroo.train", "alike": True, "settings": {"exit_layer": 1}},
+        "kangaroo": {"module": "methods.kangaroo.train", "settings": {"exit_layer": 1}},
         "draft": {
             "module": "methods.sps.train",
-            "alike": True,
             "settings": {"layers": [0, 3], "share_embeddings": True},
         },
     }

@@ -77,7 +77,7 @@ def test_a_setting_that_cannot_work_is_told_before_anything_is_loaded(
     ("setting", "message"),
     [
         ("conversations=/nowhere/talk.jsonl", "no conversations file '/nowhere/talk.jsonl'"),
-        ("data.path=/nowhere/question.jsonl", "no file /nowhere/question.jsonl"),
+        ("data.path=/nowhere/question.jsonl", "no file '/nowhere/question.jsonl'"),
         ("prompt_weight=1", "prompt_weight must be less than 1"),
         ("states=/nowhere", "there are no states in '/nowhere'"),
         (

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, St
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from specbench.models import gguf as conversion
-from specbench.models.gguf import MODEL, PARTIAL, converted, is_gguf, source_of
+from specbench.models.gguf import MODEL, converted, is_gguf, source_of
 from specbench.models.pairs import load_pair
 from specbench.system.errors import UserError
 from tests.support.commands import measure_here, run_main
@@ -22,6 +22,7 @@ from tests.support.gguf import rounded, write_gguf
 
 pytestmark = pytest.mark.slow  # a file is written, read and converted
 
+PARTIAL = f"partial-{MODEL}"  # as `made_once` names what is not complete
 CHAT = [{"role": "user", "content": "How many owls are there?"}]
 
 

@@ -1,14 +1,12 @@
-"""`python -m specbench.tiny.train` from nothing to a comparison, at toy scale."""
+"""`python -m specbench.tiny.train` from nothing, at toy scale."""
 
 from __future__ import annotations
-
-import shutil
 
 import pytest
 import torch
 from accelerate.state import AcceleratorState
 
-from specbench.tiny import evaluate, models, train
+from specbench.tiny import models, train
 
 pytestmark = pytest.mark.slow
 
@@ -46,7 +44,7 @@ def test_weights_are_bf16_and_of_growing_depth(built):
     assert depths["target"] == 2 * depths["target_shallow"]
 
 
-def test_install_replaces_the_whole_folder_and_compare_tells_the_difference(built, tmp_path, capsys):
+def test_install_replaces_the_whole_folder(built, tmp_path):
     (tmp_path / "weights" / "target").mkdir(parents=True)
     (tmp_path / "weights" / "target" / "stale").write_text("old")
     (tmp_path / "weights" / "adapter").mkdir()
@@ -56,12 +54,6 @@ def test_install_replaces_the_whole_folder_and_compare_tells_the_difference(buil
     assert installed.pop("adapter/part"), "what a method has put there stays"
     assert installed == train.checksums(built / "weights")
     assert {p.name for p in tmp_path.iterdir()} == {"weights", train.QUESTIONS, train.WARMUP}
-    train.compare(built / "weights", tmp_path / "weights", rows=4)
-    said = capsys.readouterr().out
-    assert "differs" not in said and "tokenizer/tokenizer.json: same as shipped" in said
-    (tmp_path / "weights" / "target" / "config.json").open("a").write("\n")
-    train.compare(built / "weights", tmp_path / "weights", rows=4)
-    assert "target/config.json: differs" in capsys.readouterr().out
 
 
 def test_a_stage_that_is_done_is_left_out(built, monkeypatch):
@@ -69,12 +61,3 @@ def test_a_stage_that_is_done_is_left_out(built, monkeypatch):
     deterministic = torch.are_deterministic_algorithms_enabled()
     train.Build(built, train.SMOKE).make()
     torch.use_deterministic_algorithms(deterministic)
-
-
-def test_evaluate_reports_every_task(built, capsys):
-    shutil.copytree(built / "checkpoints" / "draft", built / "weights" / "draft")
-    arguments = ["--weights", str(built / "weights"), "--limit", "2", "--max-new-tokens", "12"]
-    assert evaluate.main(arguments) == 0
-    said = capsys.readouterr().out
-    for task in ("mt_bench", "translation", "summarization", "qa", "math_reasoning", "rag", "overall"):
-        assert task in said
