@@ -16,6 +16,7 @@ from specbench.measure.metrics.metrics import VERDICTS
 from specbench.report.cells import console
 from specbench.system.errors import UserError
 from specbench.system.files import write_json
+from specbench.system.paths import existing_file
 from specbench.system.settings import Count, NotNegative, Temperature, check_all
 
 if TYPE_CHECKING:
@@ -43,9 +44,7 @@ def audit(cfg: DictConfig) -> int:
     named = {"plain": cfg.plain, "plain again": cfg.again, "answers": cfg.answers}
     if cfg.again is not None and cfg.plain is None:
         raise UserError("again= is a second set of plain answers: name the first as plain=FILE")
-    files = {name: Path(path) for name, path in named.items() if path is not None}
-    if missing := [path for path in files.values() if not path.is_file()]:
-        raise UserError(f"there is no file '{missing[0]}'")
+    files = {name: existing_file(path) for name, path in named.items() if path is not None}
     if cfg.out is not None and (Path(cfg.out).is_dir() or not Path(cfg.out).parent.is_dir()):
         raise UserError(f"out={cfg.out}: name a file in a folder that is there")
     if cfg.out is not None and Path(cfg.out).resolve() in [path.resolve() for path in files.values()]:

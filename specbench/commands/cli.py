@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import sys
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from specbench.system.errors import UserError, one_line_errors, suggest
 KEYS = "KEY=VALUE ..."
 # Sections of a YAML that hold no settings: its defaults list, and Hydra's own.
 NO_SETTINGS = re.compile(r"^(?:defaults|hydra):.*\n(?:[ \t].*\n)*", re.MULTILINE)
+GROUP = re.compile(r"^  - (?:optional )?(\w+): ", re.MULTILINE)  # in a defaults list
+HELP_WIDTH = 100
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class Command:
     slow: bool = False
 
 
-COMPOSED = "Keys and choices are those of conf/ (Hydra): method=, pair=, data=, task=, decoding=, vocab=, tracker= ..."
+COMPOSED = "Keys and choices are those of conf/ (Hydra); the choices are listed below."
 
 COMMANDS = {
     "run": Command(
@@ -120,12 +123,12 @@ COMMANDS = {
     "check-published": Command(
         "specbench.commands.check_published",
         f"NAME {KEYS}",
-        "Measure a published acceptance again and compare it with ours.",
+        "Measure a published acceptance length yourself and compare it with the published figure.",
         (
             ("check-published qwen3-8b-eagle3", "vLLM's own regression check: 80 first turns of MT-bench"),
             ("check-published qwen3-8b-eagle3 pair.target=/models/Qwen3-8B", "with a folder of yours"),
         ),
-        notes="Without NAME: the list of checks. Exit code 1 if ours differs by more than the tolerance.",
+        notes="Without NAME: the list of checks. Exit code 1 if your figure differs by more than the tolerance.",
     ),
     "schedule": Command(
         "specbench.report.schedule",
@@ -146,7 +149,7 @@ COMMANDS = {
         (
             ("audit answers.jsonl pair=qwen3-8b", "greedy answers, by token ids"),
             ("audit fast.jsonl pair=qwen3-8b plain=plain.jsonl again=plain2.jsonl", "beside the engine's plain ones"),
-            ("audit fast.jsonl pair=qwen3-8b temperature=0.8 plain=plain.jsonl", "drawn answers, by their likelihood"),
+            ("audit fast.jsonl pair=qwen3-8b temperature=0.8 plain=plain.jsonl", "sampled answers, by likelihood"),
         ),
         notes="Keys are pair= and those of conf/audit.yaml (Hydra).\nExit code 1 where answers are violations.",
         config="audit",
@@ -293,7 +296,7 @@ def run(arguments: list[str]) -> int:
     """Runs the command that the arguments name; returns its exit code.
 
     Raises:
-        UserError: no such command, or no trainer of that name.
+        UserError: no such command, no trainer of that name, or none named.
     """
     name, *rest = arguments or ["--help"]
     if name in ("-h", "--help", "help"):
@@ -311,6 +314,8 @@ def run(arguments: list[str]) -> int:
     module, config = command.module, command.config
     if name == "train":
         trained = rest.pop(0) if rest else ""
+        if not trained or "=" in trained:
+            raise UserError(f"name a trainer: {', '.join(trainers())}; see specbench train --help")
         if trained not in trainers():
             raise UserError(
                 f"unknown trainer '{trained}': {suggest(trained, trainers())}; see specbench train --help"
@@ -358,10 +363,30 @@ def usage(name: str, command: Command, trainer: str = "") -> str:
     lines += ["", "examples:"]
     for example, does in command.examples:
         lines += [f"  specbench {example}", f"      {does}"]
+    if command.notes.startswith(COMPOSED):
+        lines += ["", "choices (conf/GROUP/NAME.yaml):", "", *groups()]
     if config := f"{command.config}_{trainer}" if trainer else command.config:
         heading = f"keys and defaults (conf/{config}.yaml), besides pair=NAME and pair.KEY=VALUE:"
         lines += ["", heading, "", settings_of(config)]
     return "\n".join(lines)
+
+
+def groups() -> list[str]:
+    """Lines with the groups of a run's configuration and the choices of each."""
+    from specbench.config.folders import choices_of  # late: only a help lists them
+
+    names = sorted(GROUP.findall((CONF / "bench.yaml").read_text(encoding="utf-8")))
+    width = max(map(len, names)) + 4
+    lines: list[str] = []
+    for name in names:
+        lines += textwrap.wrap(
+            ", ".join(sorted(choices_of(name))),
+            HELP_WIDTH,
+            initial_indent=f"  {name}=".ljust(width),
+            subsequent_indent=" " * width,
+            break_on_hyphens=False,
+        )
+    return lines
 
 
 def settings_of(config: str) -> str:

@@ -51,9 +51,9 @@ def tune(cfg: DictConfig) -> int:
     bounds = dict(searched(cfg.search))
     space = {key: distribution(optuna, key, bounds[key]) for key in bounds if key not in fixed}
     if not space:
-        raise UserError(
-            f"there is nothing to search: {', '.join(bounds) or 'no key'} has bounds, and is given"
-        )
+        if not bounds:
+            raise UserError("there is nothing to search: no setting has bounds")
+        raise UserError(f"nothing is left to search: the command line already sets {', '.join(bounds)}")
     base = trial_config(overrides)
     check_no_run_dir(base.run_dir, "trial")
     folder = study_folder(base, str(space))

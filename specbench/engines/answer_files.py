@@ -35,10 +35,8 @@ def read_answers(path: Path, pair: Pair) -> list[Answered]:
     """The answers in a JSON Lines file; see docs/audit.md for its keys.
 
     Raises:
-        UserError: there is no such file, or a line of it is no answer.
+        UserError: a line of it is no answer, or it has none.
     """
-    if not path.is_file():
-        raise UserError(f"there is no file '{path}'")
     answers = []
     # Not splitlines, which would split at U+2028 inside a text, too.
     for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):

@@ -78,7 +78,7 @@ def program(name: str, install: Mapping, python: str | None, module: str) -> tup
     try:
         return path, _version(path, module, python)
     except (OSError, subprocess.CalledProcessError) as error:
-        raise UserError(f"engine {name}: {path} is no interpreter that has {module}") from error
+        raise UserError(f"engine {name}: {path} is not a Python interpreter with {module}") from error
 
 
 @functools.cache

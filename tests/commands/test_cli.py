@@ -118,7 +118,16 @@ def test_help_shows_examples_and_calls_nothing(called, capsys, name):
         ("train kangaroo", ["exit_layer: 2\n", "learning_rate: 3.0e-3 ", "steps: 400 ", "length: 512 "]),
         ("audit", ["tolerance: null "]),
         ("serve", ["port: 8000 "]),
-        ("run", ["precision: null "]),
+        (
+            "run",
+            [
+                "precision: null ",
+                "  engine=     llama_cpp, ",
+                "  pair=       glm-4-9b, ",
+                "  task=       all, ",
+            ],
+        ),
+        ("tune", ["  drafter=    ar, "]),
     ],
 )
 def test_help_shows_keys_and_defaults(called, capsys, words, shown):
@@ -149,7 +158,8 @@ def test_help_of_all_and_version(capsys):
         ("rum", "run"),
         ("bench", r"unknown command 'bench': did you mean run\?"),
         ("train kangaro", "kangaroo"),
-        ("train", "sps"),
+        ("train", "name a trainer: .*sps"),
+        ("train pair=tiny", "name a trainer: .*sps"),
     ],
 )
 def test_an_unknown_name_is_told_with_near_ones(called, words, right):

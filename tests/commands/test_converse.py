@@ -218,7 +218,7 @@ def test_a_file_that_is_not_what_the_log_says_stays_as_it_is(workplace, written,
 
 def test_other_settings_need_another_file(workplace, written):
     before = written.read_text()
-    with pytest.raises(UserError, match="begun with temperature=1.0, not 0.5: .*out=FILE"):
+    with pytest.raises(UserError, match="begun with temperature=1.0, not 0.5: .*another out="):
         converse(settings(workplace, written, "temperature=0.5"))
     assert written.read_text() == before
 
@@ -270,7 +270,7 @@ def test_a_target_that_writes_nothing_to_keep_is_one_line(workplace, tmp_path):
 
 def test_without_the_benchmark_the_way_out_is_named(workplace, tmp_path):
     more = ("avoid_benchmark=true", "data.path=/nowhere/question.jsonl")
-    with pytest.raises(UserError, match=r"no file /nowhere/question\.jsonl; avoid_benchmark=false"):
+    with pytest.raises(UserError, match=r"no file '/nowhere/question\.jsonl'; avoid_benchmark=false"):
         converse(settings(workplace, tmp_path / "talk.jsonl", *more))
 
 

@@ -228,7 +228,7 @@ def test_trials_that_fail_are_counted_and_named(tuned):
         (["runs_root=q.jsonl"], "q.jsonl"),
         (
             ["method.max_draft_tokens=3", "method.confidence_threshold=0.1"],
-            "nothing to search: method.max_draft_tokens, method.confidence_threshold",
+            "nothing is left to search: ... sets method.max_draft_tokens, method.confidence_threshold",
         ),
         (["run_dir=here"], "run_dir ... each trial has its own ... runs_root"),
     ],

@@ -74,7 +74,7 @@ def test_a_users_interpreter_tells_the_version_that_it_has():
     python, version = program("own", install, sys.executable, "pytest")
     assert python == Path(sys.executable) and version == f"pytest=={pytest.__version__}"
     for other, module in ((sys.executable, "no_such_module"), ("/no/such/python", "pytest")):
-        with pytest.raises(UserError, match=f"engine own: {other} is no interpreter that has {module}"):
+        with pytest.raises(UserError, match=f"engine own: {other} is not a Python interpreter with {module}"):
             program("own", install, other, module)
 
 

@@ -23,12 +23,12 @@ OK, BAD_REQUEST, NOT_FOUND, FAILED = 200, 400, 404, 500
 IGNORED = ("model", "stream_options", "return_token_ids", "return_tokens_as_token_ids", "logprobs")
 # Accepted where they change nothing.
 NEUTRAL = {
-    "top_p": 1,
+    "top_p": 1.0,
     "top_k": -1,
-    "min_p": 0,
-    "repetition_penalty": 1,
-    "presence_penalty": 0,
-    "frequency_penalty": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
 }
 
 # Accepts the tokens of one target pass, the number of draft tokens that it verified, and the number of accepted ones;
