@@ -132,7 +132,9 @@ def _of_the_model(value: Any, own: dict) -> Any:
 
 
 def _resolved(value: Any, own: dict, pair: Settings) -> Any:
-    """A value without `${...}`."""
+    """A value without `${...}`, also in what it holds."""
+    if isinstance(value, dict):
+        return {key: _resolved(item, value, pair) for key, item in value.items()}
     if not (isinstance(value, str) and value.startswith("${")):
         return value
     if part := re.fullmatch(r"\$\{oc\.select:pair\.parts\.(\w+),null\}", value):
