@@ -171,7 +171,7 @@ class Certifier:
         return self._judge_by_target(arm, request, first, texts)
 
     def _judge_by_target(
-        self, arm: str, request: Request, first: Sequence[int], texts: set[tuple[int, ...]]
+        self, arm: str, request: Request, first: list[int], texts: set[tuple[int, ...]]
     ) -> Certificate:
         """As `judge`, for the distinct `texts` of an arm."""
         setup, prompt, decoding = self.setup, request.prompt, request.decoding
@@ -184,7 +184,7 @@ class Certifier:
             return drawn_margin(logits, token, decoding, float(draws[index, TARGET]))
 
         def margin_at(index: int, preferred: int, other: int) -> float:
-            logits = next_logits(setup.target, prompt, list(first), index)
+            logits = next_logits(setup.target, prompt, first, index)
             return (
                 float(logits[preferred] - logits[other]) if decoding.greedy else margin(logits, other, index)
             )

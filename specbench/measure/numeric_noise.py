@@ -169,8 +169,9 @@ def shape_noise(
     if ours == 0.0:
         # Short samples may miss the few nodes of trees that round differently, but in our own kernels none does.
         exact = target.device.type == "cpu" and widest <= native.MOST_TOKENS and target.uses_torch is None
-        inexact = () if exact or not trees else samples
-        passes = (forced_logits(target, *sample, max(BLOCKS)) for sample in inexact)
+        if exact or not trees:
+            return 0.0
+        passes = (forced_logits(target, *sample, max(BLOCKS)) for sample in samples)
         return 2 * max((logit_step(target, logits) for logits in passes), default=0.0)
     model, step = model_change(target, samples, changes.firsts, changes.blocks)
     largest = ours if ours <= NOT_ROUNDING * model else model
@@ -322,9 +323,7 @@ def batch_noise(target: StagedModel, samples: list[tuple[list[int], list[int]]],
     """As `shape_noise`, between a sequence alone and among `rows` copies of it, fed by tokens or by blocks."""
     largest = 0.0
     for prompt, answer in samples:
-        alone = forced_rows(target, prompt, answer, 1, 1)[0]
-        top = alone.topk(2).indices
-        gap = alone.gather(-1, top).diff()
+        top, gap = two_likeliest(forced_rows(target, prompt, answer, 1, 1)[0])
         for block in {1, *(min(block, target.width or block) for block in BLOCKS)}:
             for logits in forced_rows(target, prompt, answer, block, rows):
                 largest = max(largest, change(logits, top, gap))
@@ -347,9 +346,13 @@ def first_two(
     Returns:
         Ids [n, 2] and the distance [n, 1] of their logits.
     """
-    single = forced_logits(target, prompt, answer, 1, begun)
-    top = single.topk(2).indices
-    return top, single.gather(-1, top).diff()
+    return two_likeliest(forced_logits(target, prompt, answer, 1, begun))
+
+
+def two_likeliest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The two largest of logits [n, vocab]: ids [n, 2] and their distance [n, 1]."""
+    top = logits.topk(2).indices
+    return top, logits.gather(-1, top).diff()
 
 
 @torch.inference_mode()

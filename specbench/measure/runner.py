@@ -124,10 +124,11 @@ def choose(bench: Bench, cfg: DictConfig, earlier: Mapping) -> dict[str, Any]:
         `thread_choice`, `baseline_by_threads` and `kernels`, for the provenance.
     """
     threads = earlier["threads"]["torch"] if earlier else cfg.threads
-    thread_choice, seconds = choose_threads(bench.setup, bench.protocol, threads)
+    measured = {int(n): seconds for n, seconds in earlier.get("baseline_by_threads", {}).items()}
+    thread_choice, by_threads = choose_threads(bench.setup, bench.protocol, threads, measured)
     return {
         "thread_choice": asdict(thread_choice),
-        "baseline_by_threads": earlier.get("baseline_by_threads") or {str(n): s for n, s in seconds.items()},
+        "baseline_by_threads": by_threads,
         "kernels": bench.setup.target.uses_torch,
     }
 

@@ -18,7 +18,7 @@ from specbench.measure.draft_length import Constant, VariableLength
 from specbench.system import threads
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from specbench.data.question_files import Question
     from specbench.measure.arms import Setup
@@ -88,12 +88,18 @@ def long_requests(request: Request, longest: int) -> list[Request]:
 
 
 def choose_threads(
-    setup: Setup, protocol: Protocol, requested_threads: int | None
+    setup: Setup, protocol: Protocol, requested_threads: int | None, measured: Mapping[int, float]
 ) -> tuple[threads.Threads, dict[int, float]]:
     """Sets torch's threads for all arms: as requested, or the number with which baseline and method are fastest.
 
     It is measured on the first warm-up question (batches: on as many as fill one). Servers of another engine keep the
     threads that they were started with: nothing is measured then.
+
+    Args:
+        setup: with the arms.
+        protocol: with the warm-up questions.
+        requested_threads: set by hand, or chosen by an earlier process of the run; None: to be chosen.
+        measured: the second result of that process; {} in the first one.
 
     Returns:
         The choice; and the least seconds of the baseline by number of threads, as far as measured. If the method
@@ -102,7 +108,7 @@ def choose_threads(
     size, matters = setup.spec.batch_size, setup.pair.device.type == "cpu" and setup.served is None
     requests = filled(protocol.warm_up_requests(TOKENS), size)[:size]
     setup.set_reference_answers(requests)
-    seconds: dict[int, float] = {}
+    seconds = dict(measured)
 
     def baseline() -> None:
         begun, n = time.perf_counter(), torch.get_num_threads()

@@ -134,8 +134,8 @@ def answers_to(
             chats[i].append({"role": "user", "content": examples[i].turns[turn]})
         for i, ids in zip(active, greedy(target, tokenizer, [chats[i] for i in active], limit), strict=True):
             answers[i].append(ids)
-            said = tokenizer.decode(ids, skip_special_tokens=True)
-            chats[i].append({"role": "assistant", "content": said})
+            text = tokenizer.decode(ids, skip_special_tokens=True)
+            chats[i].append({"role": "assistant", "content": text})
     return answers
 
 

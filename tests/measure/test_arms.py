@@ -159,8 +159,11 @@ def test_the_baseline_is_timed_by_itself_with_each_number_of_threads(monkeypatch
     setup = Setup(pair, None, drafter, {BASELINE: baseline, METHOD: method}, RunSpec({}))
     protocol = Protocol(pair, SamplingParams(30), "paired", 0, [SimpleNamespace(turns=["a question"])])
     try:
-        chosen, timed = warm_up.choose_threads(setup, protocol, requested)
+        chosen, timed = warm_up.choose_threads(setup, protocol, requested, {})
         assert chosen.threads == torch.get_num_threads() == 1
+        known = {1: 1.0, 2: 0.5}
+        monkeypatch.setattr(Setup, "answers", None)  # a later process of the run measures nothing anew
+        assert warm_up.choose_threads(setup, protocol, 1, known)[1] == known
     finally:
         torch.set_num_threads(before)
     assert timed.keys() == counts
