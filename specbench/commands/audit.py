@@ -12,7 +12,7 @@ from rich.table import Table
 from specbench.config.checks import check_sources
 from specbench.config.compose import program
 from specbench.measure.metrics.engine import UNLIKELY, is_off, rarities
-from specbench.measure.metrics.metrics import VERDICTS
+from specbench.measure.metrics.metrics import VERDICTS, VIOLATION
 from specbench.report.cells import console
 from specbench.system.errors import UserError
 from specbench.system.files import write_json
@@ -33,7 +33,6 @@ SETTINGS = {
     "tolerance": NotNegative | None,
     "out": str | None,
 }
-VIOLATION = VERDICTS[-1]
 SHOWN = 10  # departures that are printed
 
 

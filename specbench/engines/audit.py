@@ -26,7 +26,7 @@ from specbench.measure.likelihood import (
     with_stop,
 )
 from specbench.measure.metrics.engine import judgement
-from specbench.measure.metrics.metrics import VERDICTS
+from specbench.measure.metrics.metrics import EXACT, TIE, VIOLATION
 from specbench.measure.numeric_noise import ENGINE_NOISE, forced_logits, foreign_noise, shape_noise
 
 if TYPE_CHECKING:
@@ -40,7 +40,6 @@ SAMPLES, SAMPLE_TOKENS = 4, 32  # answers, and tokens of each, on which the roun
 SEEDS = 30  # answers to one prompt whose first tokens are compared with the referee's distribution
 EXPECTED = 5.0  # least expected count of a token among them; rarer tokens are counted together
 LEAST_ROUNDED, FAR = 3, 8.0  # fewest departures that show rounding; most times their median that it explains
-EXACT, TIE, VIOLATION = VERDICTS
 
 
 @dataclass(frozen=True)

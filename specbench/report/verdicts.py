@@ -54,11 +54,13 @@ def too_many_ties(summary: dict) -> bool:
 
 
 def ties_line(summary: dict) -> str:
-    """The number of ties, and how many rounding explains; empty if that was not computed, or if there are none."""
-    ties = summary.get("ties")
-    if ties is None or max(ties["count"], ties["expected"]) < 0.5:
-        return ""
-    return f"{ties['count']} ties, where rounding explains {ties['expected']:.1f}"
+    """The number of ties, beside the one that rounding explains if that is known, and the widest tie; may be empty."""
+    ties, counts, parts = summary.get("ties"), summary["equivalence"], []
+    if ties is not None and max(ties["count"], ties["expected"]) >= 0.5:
+        parts.append(f"{ties['count']} ties, where rounding explains {ties['expected']:.1f}")
+    if (margin := counts.get("tie_margin")) is not None:  # older runs lack it
+        parts.append(f"widest tie {margin:.2g} logits, where rounding explains {counts['tie_noise']:.2g}")
+    return "; ".join(parts)
 
 
 def engine_faults(summary: dict) -> list[str]:

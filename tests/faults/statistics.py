@@ -44,6 +44,14 @@ FAULTS = (
         ("tests/measure/test_acceptance_metrics.py", "tests/measure/test_metrics.py"),
     ),
     Fault(
+        "bytes of a large model overflow",
+        "statistics",
+        f"{M}/metrics/dataframes.py",
+        '"emitted": "int64"',
+        '"emitted": "int32"',
+        ("tests/measure/test_acceptance_metrics.py",),
+    ),
+    Fault(
         "MBSU counts no draft",
         "statistics",
         f"{M}/metrics/acceptance.py",

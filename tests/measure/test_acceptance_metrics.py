@@ -29,14 +29,17 @@ from tests.support.synthetic import (
     st.integers(1, 400),
     st.lists(st.floats(0, 1), min_size=1, max_size=10),
     st.integers(1, 16),
+    st.sampled_from([1, 10**6, 10**8]),  # kilobytes, and models of 1 GB and 100 GB
 )
-def test_mbsu_of_a_fixed_draft_length(gamma, draft_bytes, shares, sequences):
-    """tau / (1 + c * gamma), c = draft bytes / target bytes, in a batch, too."""
+def test_mbsu_of_a_fixed_draft_length(gamma, draft_bytes, shares, sequences, scale):
+    """tau / (1 + c * gamma), c = draft bytes / target bytes, in a batch, too, and for any size of model."""
+    whole_pass = FACTS["target_pass_bytes"] * scale
     rounds = [
         {
             "accepted": int(share * gamma),
             "drafted": gamma,
-            "draft_bytes": gamma * draft_bytes,
+            "draft_bytes": gamma * draft_bytes * scale,
+            "target_bytes": whole_pass,
             "sequences": sequences,
         }
         for share in shares
@@ -45,7 +48,7 @@ def test_mbsu_of_a_fixed_draft_length(gamma, draft_bytes, shares, sequences):
     found = steps_frame([record(turns=[turn(method=method)])])
     c = draft_bytes / FACTS["target_pass_bytes"]
     tau = acceptance_length(found)
-    assert mbsu(found, FACTS["target_pass_bytes"]) == pytest.approx(tau / (1 + c * gamma))
+    assert mbsu(found, whole_pass) == pytest.approx(tau / (1 + c * gamma))
 
 
 @settings(deadline=None, max_examples=15)

@@ -30,7 +30,8 @@ from tests.support.decoding import random_pair
 from tests.support.engine_stub import Stub, serving
 from tests.support.messages import says
 
-EXACT = {"answers": 3, "exact": 3, "tie": 0, "violation": 0, "first_divergence_median": None}
+NO_TIES = dict.fromkeys(("first_divergence_median", "tie_margin", "tie_noise"))
+EXACT = {"answers": 3, "exact": 3, "tie": 0, "violation": 0} | NO_TIES
 
 
 @pytest.fixture

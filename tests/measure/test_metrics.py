@@ -16,7 +16,7 @@ from specbench.measure.metrics import dataframes
 from specbench.measure.metrics import summary as metrics
 from specbench.measure.metrics.acceptance import STRETCHES, mbsu, rounds_over
 from specbench.measure.metrics.dataframes import STEP_COLUMNS, generations_frame, steps_frame
-from specbench.measure.metrics.metrics import ceiling_rate
+from specbench.measure.metrics.metrics import VERDICTS, ceiling_rate
 from specbench.measure.records.migrate import migrated
 from tests.support.samples import summarised
 from tests.support.synthetic import (
@@ -63,6 +63,24 @@ def test_repetition_is_counted_within_an_answer():
         6 / 7
     )
     assert overall([asked(1, [1, 2, 3])])["distinct_4grams"] is None
+
+
+def test_the_size_of_a_model_changes_no_number():
+    """Not for a target of 100 GB either: its bytes leave 32 bits."""
+    times, names = 10**8, ("draft_bytes", "target_bytes")
+
+    def numbers(scale: int) -> list[dict]:
+        arms = [generation([0] * 10, drafted=0), generation([2, 5, 0])]
+        for one in arms:
+            one["steps"] |= {name: [scale * value for value in one["steps"][name]] for name in names}
+        sizes = ("target_pass_bytes", "bandwidth_bytes_per_second")
+        facts = FACTS | {name: scale * FACTS[name] for name in sizes}
+        found = metrics.summary([record(turns=[turn(baseline=arms[0], method=arms[1])])], facts, CONFIG)
+        blocks = [found["overall"], *found["tasks"].values(), found["baseline"]]
+        return [{k: v for k, v in one.items() if not isinstance(v, (dict, list))} for one in blocks]
+
+    for small, large in zip(numbers(1), numbers(times), strict=True):
+        assert large == pytest.approx(small)
 
 
 def test_numbers_of_one_question_by_hand():
@@ -151,7 +169,13 @@ def test_the_summary_has_the_keys_that_others_read():
     assert list(found["tasks"]) == ["qa", "rag"]
     for numbers in (found["overall"], *found["tasks"].values()):
         assert set(KEYS) <= set(numbers)
-    assert set(found["equivalence"]) == {"answers", "exact", "tie", "violation", "first_divergence_median"}
+    assert set(found["equivalence"]) == {
+        "answers",
+        *VERDICTS,
+        "first_divergence_median",
+        "tie_margin",
+        "tie_noise",
+    }
     assert {"tokens_per_second", "hf_generate_tokens_per_second", "bandwidth_fraction"} <= set(
         found["baseline"]
     )
@@ -308,17 +332,19 @@ def test_failed_questions_count_as_failed_and_nowhere_else():
 def test_nothing_measured_is_none(records):
     found = metrics.summary(records, FACTS, CONFIG)
     assert all(found["overall"][key] is None for key in KEYS if key != "questions")
-    assert found["equivalence"] == {
-        "answers": 0, "exact": None, "tie": None, "violation": None, "first_divergence_median": None
-    }  # fmt: skip
+    names = *VERDICTS, "first_divergence_median", "tie_margin", "tie_noise"
+    assert found["equivalence"] == {"answers": 0} | dict.fromkeys(names)
     assert found["baseline"]["tokens_per_second"] is None and found["baseline"]["bandwidth_fraction"] is None
 
 
 def test_equivalence_counts_answers():
     unjudged = dict.fromkeys(EXACT)
-    turns = [turn(i, certificate) for i, certificate in enumerate([EXACT, TIE, TIE, VIOLATION, unjudged])]
+    wider = TIE | {"margin": -0.25, "noise": 0.5}
+    turns = [turn(i, certificate) for i, certificate in enumerate([EXACT, TIE, wider, VIOLATION, unjudged])]
     found = metrics.equivalence([record(turns=turns)])
-    assert found == {"answers": 4, "exact": 1, "tie": 2, "violation": 1, "first_divergence_median": 4.0}
+    widest = {"tie_margin": 0.25, "tie_noise": 0.5}
+    counts = {"answers": 4, "exact": 1, "tie": 2, "violation": 1}
+    assert found == counts | {"first_divergence_median": 4.0} | widest
 
 
 def test_an_unknown_bandwidth_leaves_the_fraction_open():

@@ -485,8 +485,8 @@ def test_steps_are_one_row_per_round(finished):
         *STEP_COLUMNS,
     ]
     assert frame["draft_seconds"].dtype == frame["draft_bytes"].dtype == np.float64
-    assert frame["drafted"].dtype == np.int32
-    assert str(table.schema.field("step").type) == "int32"
+    assert frame["drafted"].dtype == np.int64
+    assert str(table.schema.field("step").type) == "int64"
     one = frame[(frame["question_id"] == 2) & (frame["arm"] == "method")]
     assert one["step"].tolist() == [0, 1, 2] and one["accepted"].tolist() == [5, 0, 3]
     assert len(frame[frame["question_id"] == 1]) == 2 * 2 * 2 * 2  # turns x arms x repeats x rounds

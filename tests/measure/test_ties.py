@@ -67,3 +67,7 @@ def test_too_many_ties_are_a_violation():
     )
     assert verdicts.ties_line(few) == "3 ties, where rounding explains 2.1"
     assert verdicts.ties_line(SUMMARY) == ""
+    counts = SUMMARY["equivalence"] | {"tie_margin": 0.123, "tie_noise": 0.47}
+    widest = "widest tie 0.12 logits, where rounding explains 0.47"
+    assert verdicts.ties_line(changed(SUMMARY, equivalence=counts)) == widest
+    assert verdicts.ties_line(changed(few, equivalence=counts)).endswith(f"explains 2.1; {widest}")

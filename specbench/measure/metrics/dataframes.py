@@ -12,16 +12,16 @@ if TYPE_CHECKING:
 
 # The columns of decoding.trace.Step; seconds and bytes as there. (Not imported: that would load torch.)
 STEP_COLUMNS = {
-    "drafted": "int32",
-    "accepted": "int32",
-    "emitted": "int32",
-    "depth": "int32",
+    "drafted": "int64",
+    "accepted": "int64",
+    "emitted": "int64",
+    "depth": "int64",
     "draft_seconds": "float64",
     "verify_seconds": "float64",
     "other_seconds": "float64",
     "draft_bytes": "float64",
     "target_bytes": "float64",
-    "sequences": "int32",
+    "sequences": "int64",
     "align_seconds": "float64",
     "stats": "object",
 }
@@ -30,14 +30,14 @@ KEYS = {
     "question_id": "int64",
     "task": "str",
     "category": "str",
-    "pool": "int32",
-    "turn": "int32",
+    "pool": "int64",
+    "turn": "int64",
     "arm": "str",
-    "repeat": "int32",
-    "process": "int32",
+    "repeat": "int64",
+    "process": "int64",
 }
 # Of a round: its number in its answer, from 0; the number of new tokens, and of all tokens, before it.
-PLACE_COLUMNS = {"step": "int32", "place": "int32", "context": "int32"}
+PLACE_COLUMNS = {"step": "int64", "place": "int64", "context": "int64"}
 # New tokens, and seconds as in decoding.trace.Generation.
 GENERATION_COLUMNS = {"tokens": "int64", "prefill_seconds": "float64", "seconds": "float64"}
 

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from specbench.decoding.drafter import Drafter
     from specbench.decoding.scheduler import Scheduler
 
-VERDICTS = ("exact", "tie", "violation")  # the worst last
+VERDICTS = EXACT, TIE, VIOLATION = "exact", "tie", "violation"  # the worst last
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,9 @@ def distinct_4grams(records: list[dict]) -> float | None:
 def equivalence(records: list[dict], key: str = "equivalence") -> dict:
     """Counts of the verdicts, each the worst of an answer's repeats.
 
-    `answers`: number of judged answers; if 0 (sampling), the counts are None.
+    - answers: number of judged answers; if 0 (sampling), the counts are None.
+    - tie_margin: of the widest tie, in logits; None without ties.
+    - tie_noise: the rounding noise that it was compared with.
     """
     repeats_of: dict[tuple[int, int], list[dict]] = {}
     for record in records:
@@ -218,10 +220,13 @@ def equivalence(records: list[dict], key: str = "equivalence") -> dict:
     judged = [max(some, key=lambda one: VERDICTS.index(one["verdict"])) for some in repeats_of.values()]
     divergences = [c["first_divergence"] for c in judged if c["first_divergence"] is not None]
     counts = {name: sum(c["verdict"] == name for c in judged) if judged else None for name in VERDICTS}
+    widest = max((c for c in judged if c["verdict"] == TIE), key=lambda c: abs(c["margin"]), default=None)
     return {
         "answers": len(judged),
         **counts,
         "first_divergence_median": float(median(divergences)) if divergences else None,
+        "tie_margin": None if widest is None else abs(widest["margin"]),
+        "tie_noise": None if widest is None else widest["noise"],
     }
 
 
@@ -240,7 +245,7 @@ def ties(records: list[dict]) -> dict | None:
     if not judged:
         return None
     chances = [turn["tie_chance"] for turn in judged]
-    count = sum(turn["equivalence"]["verdict"] == "tie" for turn in judged)
+    count = sum(turn["equivalence"]["verdict"] == TIE for turn in judged)
     of_count = np.ones(1)  # probability of each number of ties
     for chance in chances:
         of_count = np.convolve(of_count, [1.0 - chance, chance])
