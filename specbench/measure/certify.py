@@ -15,7 +15,7 @@ from specbench.decoding.sampling import TARGET, position_draws, truncate_at_stop
 from specbench.measure.engine_referee import EngineReferee
 from specbench.measure.lean import Lean, leans
 from specbench.measure.likelihood import Likelihood, likelihood
-from specbench.measure.metrics.metrics import VERDICTS
+from specbench.measure.metrics.metrics import EXACT, TIE, VERDICTS, VIOLATION
 from specbench.measure.numeric_noise import (
     BLOCKS,
     ShapeChanges,
@@ -80,17 +80,17 @@ def certify(
         if reference_token == answer_token:
             continue
         if reference_token is None or answer_token is None:
-            return Certificate("violation", index, None, None)
+            return Certificate(VIOLATION, index, None, None)
         margin, limit = margin_at(index, reference_token, answer_token), noise()
         if not abs(margin) <= limit or len(answer) > len(ours):
-            return Certificate("violation", index, margin, limit)
+            return Certificate(VIOLATION, index, margin, limit)
         after = 0.0 if worst_after is None else worst_after(ours, index)
         if not after <= limit:
-            return Certificate("violation", index, after, limit)
-        return Certificate("tie", index, margin, limit)
+            return Certificate(VIOLATION, index, after, limit)
+        return Certificate(TIE, index, margin, limit)
     if len(answer) > len(ours):
-        return Certificate("violation", len(ours), None, None)
-    return Certificate("exact", None, None, None)
+        return Certificate(VIOLATION, len(ours), None, None)
+    return Certificate(EXACT, None, None, None)
 
 
 def worst(certificates: Iterable[Certificate]) -> Certificate:
@@ -164,7 +164,7 @@ class Certifier:
                 for name in judged
                 for one in answers[name]
             )
-            return Certificate("violation" if late else None, None, None, None)
+            return Certificate(VIOLATION if late else None, None, None, None)
 
         if self.engine_referee is not None:
             return self._judge_by_engine(self.engine_referee, arm, request, first, texts)

@@ -14,7 +14,7 @@ from scipy import stats
 from specbench import CONF, ROOT
 from specbench.config.spec import POOL
 from specbench.measure.metrics import summary as metrics
-from specbench.measure.metrics.metrics import VERDICTS
+from specbench.measure.metrics.metrics import EXACT, TIE, VERDICTS
 from specbench.measure.metrics.statistics import CONFIDENCE, Speedup
 from specbench.report import cells, formats, remarks, verdicts
 from specbench.report.compare import differing_conditions, hindrance
@@ -380,7 +380,7 @@ def parameters(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
 
 
 # By measure, the verdicts on answers that count as equal to the reference's.
-EQUAL = {"exact": ("exact",), "certified": ("exact", "tie")}
+EQUAL = {"exact": (EXACT,), "certified": (EXACT, TIE)}
 COUNTED = (*EQUAL, "parameters")  # measures that have no interval because they need none
 MEASURES: dict[str, Callable] = {
     "number": number,

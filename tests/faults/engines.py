@@ -183,7 +183,7 @@ FAULTS = (
         "drawn answers of an engine may continue after their end",
         "audit",
         "specbench/measure/certify.py",
-        'Certificate("violation" if late else None, None, None, None)',
+        "Certificate(VIOLATION if late else None, None, None, None)",
         "Certificate(None, None, None, None)",
         ("tests/measure/test_certify.py",),
     ),

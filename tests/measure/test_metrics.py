@@ -16,7 +16,7 @@ from specbench.measure.metrics import dataframes
 from specbench.measure.metrics import summary as metrics
 from specbench.measure.metrics.acceptance import STRETCHES, mbsu, rounds_over
 from specbench.measure.metrics.dataframes import STEP_COLUMNS, generations_frame, steps_frame
-from specbench.measure.metrics.metrics import VERDICTS, ceiling_rate
+from specbench.measure.metrics.metrics import ceiling_rate
 from specbench.measure.records.migrate import migrated
 from tests.support.samples import summarised
 from tests.support.synthetic import (
@@ -35,6 +35,7 @@ from tests.support.synthetic import (
     turn,
 )
 
+OF_VERDICTS = ("exact", "tie", "violation", "first_divergence_median", "tie_margin", "tie_noise")
 KEYS = [
     *("questions", "tokens", "seconds", "tokens_per_second", "speedup", "speedup_low", "speedup_high"),
     *("decode_speedup", "decode_speedup_low", "decode_speedup_high"),
@@ -75,8 +76,8 @@ def test_the_size_of_a_model_changes_no_number():
             one["steps"] |= {name: [scale * value for value in one["steps"][name]] for name in names}
         sizes = ("target_pass_bytes", "bandwidth_bytes_per_second")
         facts = FACTS | {name: scale * FACTS[name] for name in sizes}
-        found = metrics.summary([record(turns=[turn(baseline=arms[0], method=arms[1])])], facts, CONFIG)
-        blocks = [found["overall"], *found["tasks"].values(), found["baseline"]]
+        whole = metrics.summary([record(turns=[turn(baseline=arms[0], method=arms[1])])], facts, CONFIG)
+        blocks = [whole["overall"], *whole["tasks"].values(), whole["baseline"]]
         return [{k: v for k, v in one.items() if not isinstance(v, (dict, list))} for one in blocks]
 
     for small, large in zip(numbers(1), numbers(times), strict=True):
@@ -169,13 +170,7 @@ def test_the_summary_has_the_keys_that_others_read():
     assert list(found["tasks"]) == ["qa", "rag"]
     for numbers in (found["overall"], *found["tasks"].values()):
         assert set(KEYS) <= set(numbers)
-    assert set(found["equivalence"]) == {
-        "answers",
-        *VERDICTS,
-        "first_divergence_median",
-        "tie_margin",
-        "tie_noise",
-    }
+    assert set(found["equivalence"]) == {"answers", *OF_VERDICTS}
     assert {"tokens_per_second", "hf_generate_tokens_per_second", "bandwidth_fraction"} <= set(
         found["baseline"]
     )
@@ -332,8 +327,7 @@ def test_failed_questions_count_as_failed_and_nowhere_else():
 def test_nothing_measured_is_none(records):
     found = metrics.summary(records, FACTS, CONFIG)
     assert all(found["overall"][key] is None for key in KEYS if key != "questions")
-    names = *VERDICTS, "first_divergence_median", "tie_margin", "tie_noise"
-    assert found["equivalence"] == {"answers": 0} | dict.fromkeys(names)
+    assert found["equivalence"] == {"answers": 0} | dict.fromkeys(OF_VERDICTS)
     assert found["baseline"]["tokens_per_second"] is None and found["baseline"]["bandwidth_fraction"] is None
 
 
@@ -345,6 +339,10 @@ def test_equivalence_counts_answers():
     widest = {"tie_margin": 0.25, "tie_noise": 0.5}
     counts = {"answers": 4, "exact": 1, "tie": 2, "violation": 1}
     assert found == counts | {"first_divergence_median": 4.0} | widest
+    repeats = [record(turns=[turn(0, certificate)]) for certificate in (TIE, wider, TIE)]
+    assert metrics.equivalence(repeats) == counts | {
+        "answers": 1, "exact": 0, "tie": 1, "violation": 0, "first_divergence_median": 4.0
+    } | widest, "the widest tie of any repeat"  # fmt: skip
 
 
 def test_an_unknown_bandwidth_leaves_the_fraction_open():

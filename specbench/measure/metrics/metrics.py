@@ -209,7 +209,7 @@ def equivalence(records: list[dict], key: str = "equivalence") -> dict:
     """Counts of the verdicts, each the worst of an answer's repeats.
 
     - answers: number of judged answers; if 0 (sampling), the counts are None.
-    - tie_margin: of the widest tie, in logits; None without ties.
+    - tie_margin: of the widest tie of all repeats, in logits; None without ties.
     - tie_noise: the rounding noise that it was compared with.
     """
     repeats_of: dict[tuple[int, int], list[dict]] = {}
@@ -220,13 +220,14 @@ def equivalence(records: list[dict], key: str = "equivalence") -> dict:
     judged = [max(some, key=lambda one: VERDICTS.index(one["verdict"])) for some in repeats_of.values()]
     divergences = [c["first_divergence"] for c in judged if c["first_divergence"] is not None]
     counts = {name: sum(c["verdict"] == name for c in judged) if judged else None for name in VERDICTS}
-    widest = max((c for c in judged if c["verdict"] == TIE), key=lambda c: abs(c["margin"]), default=None)
+    tied = (c for some in repeats_of.values() for c in some if c["verdict"] == TIE)
+    margin, noise = max(((abs(c["margin"]), c["noise"]) for c in tied), default=(None, None))
     return {
         "answers": len(judged),
         **counts,
         "first_divergence_median": float(median(divergences)) if divergences else None,
-        "tie_margin": None if widest is None else abs(widest["margin"]),
-        "tie_noise": None if widest is None else widest["noise"],
+        "tie_margin": margin,
+        "tie_noise": noise,
     }
 
 
