@@ -120,10 +120,10 @@ class Bench:
             if repeat == 0:  # later ones give the same answers
                 chance = self.certifier.tie_chance(by_arm[self.setup.reference], first)
                 record |= {} if chance is None else {"tie_chance": chance}
-            if self.certifier.by_likelihood:
+            if judged_arms := self.certifier.by_likelihood:
                 likely = {
                     arm: asdict(self.certifier.likelihood(by_arm[arm], measured.answers[arm][i].tokens))
-                    for arm in (BASELINE, METHOD)
+                    for arm in judged_arms
                 }
                 if leans:
                     likely[METHOD]["lean"] = asdict(leans[i])

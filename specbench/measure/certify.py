@@ -12,7 +12,7 @@ import torch
 
 from specbench.config.spec import AGAIN, BASELINE, HF, METHOD, OWN_LOOP, POOL
 from specbench.decoding.sampling import TARGET, position_draws, truncate_at_stop
-from specbench.measure.engine_referee import EngineReferee
+from specbench.measure.engine_referee import EngineReferee, NotReportedError
 from specbench.measure.lean import Lean, leans
 from specbench.measure.likelihood import Likelihood, likelihood
 from specbench.measure.metrics.metrics import EXACT, TIE, VERDICTS, VIOLATION
@@ -185,9 +185,11 @@ class Certifier:
 
         def margin_at(index: int, preferred: int, other: int) -> float:
             logits = next_logits(setup.target, prompt, first, index)
-            return (
+            apart = (
                 float(logits[preferred] - logits[other]) if decoding.greedy else margin(logits, other, index)
             )
+            # The reference may be what is wrong.
+            return max(apart, margin(logits, preferred, index), key=abs)
 
         def worst_after(answer: list[int], index: int) -> float:
             if len(answer) > decoding.max_new_tokens:
@@ -223,9 +225,17 @@ class Certifier:
             return Certificate(None, None, None, None)
         margin_at, worst_after = referee.margin_at(request, first), referee.worst_after(request)
         stop_ids = self.setup.pair.stop_ids
-        return worst(
-            certify(first, list(text), stop_ids, margin_at, lambda: noise, worst_after) for text in texts
-        )
+
+        def judged(text: tuple[int, ...]) -> Certificate:
+            try:
+                return certify(first, list(text), stop_ids, margin_at, lambda: noise, worst_after)
+            except NotReportedError:
+                referee.served.note(
+                    f"{arm}: it reports no log-probabilities where some answers differ: they are not judged"
+                )
+                return Certificate(None, None, None, None)
+
+        return worst(map(judged, texts))
 
     @cached_property
     def engine_referee(self) -> EngineReferee | None:
@@ -236,10 +246,15 @@ class Certifier:
         return EngineReferee(served, self.protocol.warm_up_requests(NOISE_TOKENS), self.setup.pair.stop_ids)
 
     @property
-    def by_likelihood(self) -> bool:
-        """Whether answers are drawn with other random numbers than the reference's: their likelihood judges them."""
+    def by_likelihood(self) -> tuple[str, ...]:
+        """The arms whose drawn answers are judged by their likelihood.
+
+        These are the baseline, which transformers draws with other random numbers, and a method that does so as well.
+        """
+        if self.protocol.decoding.greedy:
+            return ()
         same_draws = self.setup.served is None and self.setup.drafter.deterministic
-        return not self.protocol.decoding.greedy and not same_draws
+        return (BASELINE,) if same_draws else (BASELINE, METHOD)
 
     def likelihood(self, request: Request, tokens: list[int]) -> Likelihood:
         """The likelihood of a drawn answer under the target."""
@@ -256,7 +271,7 @@ class Certifier:
         later tokens.
         """
         drafter, decoding = self.setup.drafter, self.protocol.decoding
-        if not self.by_likelihood or drafter.deterministic or decoding.verification != TOKEN:
+        if METHOD not in self.by_likelihood or drafter.deterministic or decoding.verification != TOKEN:
             return []
         engine = next((one for one in self.setup.engines if one.drafter is drafter), None)
         return [] if engine is None else leans(engine, requests)
@@ -296,10 +311,11 @@ class Certifier:
     def _noise_of_shapes(self) -> float:
         """Between passes of ours of different shapes."""
         setup, changes = self.setup, self._changes_of_shapes
-        trees = setup.drafter.max_nodes > 0
-        noise = shape_noise(setup.target, self._samples, trees, setup.verify_tokens, changes)
+        trees, widest = setup.drafter.max_nodes > 0, setup.verify_tokens
+        rows = setup.spec.batch_size if setup.spec.unit == POOL else 1
+        noise = shape_noise(setup.target, self._samples, trees, widest, rows, changes)
         if setup.spec.unit == POOL:
-            noise = max(noise, batch_noise(setup.target, self._samples, setup.spec.batch_size))
+            noise = max(noise, batch_noise(setup.target, self._samples, rows, widest))
         return noise
 
     @cached_property

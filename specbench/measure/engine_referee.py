@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 PLACES = 4  # of each sample, at which the rounding noise is measured
 
 
+class NotReportedError(Exception):
+    """The plain server reports no log-probabilities at a place, as llama.cpp where a token ends inside a character."""
+
+
 @dataclass(frozen=True)
 class EngineReferee:
     """An engine's plain server as the judge of its greedy answers.
@@ -49,25 +53,32 @@ class EngineReferee:
             tokens, tops = self.served.tops(request)
             for place in range(1, min(len(tokens), len(tops)), max(1, len(tokens) // PLACES)):
                 alone, again = tops[place], self._likeliest(request, tokens[:place])
-                first, *others = sorted(alone, key=lambda token: -alone[token])[:2]
-                if others and {first, *others} <= again.keys():
-                    gap = alone[first] - alone[others[0]]
-                    changes.append(abs(again[first] - again[others[0]] - gap))
+                best = sorted(alone, key=lambda token: -alone[token])[:2]
+                if len(best) == 2 and again.keys() >= {*best}:
+                    first, second = best
+                    changes.append(abs(again[first] - again[second] - (alone[first] - alone[second])))
         return min(2 * max(changes), ENGINE_NOISE) if changes else None
 
     def margin_at(self, request: Request, answer: Sequence[int]) -> Callable[[int, int, int], float]:
-        """The function `margin_at` of `certify`, for places of an answer."""
+        """The function `margin_at` of `certify`, for places of an answer; it may raise NotReportedError."""
 
         def margin(index: int, preferred: int, other: int) -> float:
             likeliest = self._likeliest(request, answer[:index])
+            if not likeliest:
+                raise NotReportedError
             if {preferred, other} <= likeliest.keys():
-                return likeliest[preferred] - likeliest[other]
+                apart = likeliest[preferred] - likeliest[other]
+                # The reference may be what is wrong.
+                return max(apart, max(likeliest.values()) - likeliest[preferred], key=abs)
             return math.inf  # one of them is far from the best
 
         return margin
 
     def worst_after(self, request: Request) -> Callable[[list[int], int], float]:
-        """The function `worst_after` of `certify`: the plain server continues the answer after each difference."""
+        """The function `worst_after` of `certify`: the plain server continues the answer after each difference.
+
+        It may raise NotReportedError.
+        """
         limit = request.decoding.max_new_tokens
 
         def worst(answer: list[int], index: int) -> float:

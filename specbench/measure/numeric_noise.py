@@ -146,6 +146,7 @@ def shape_noise(
     samples: list[tuple[list[int], list[int]]],
     trees: bool = False,
     widest: int = max(BLOCKS),
+    rows: int = 1,
     changes: ShapeChanges | None = None,
 ) -> float:
     """Twice the largest change, between block shapes, of the distance of the target's first two choices.
@@ -158,7 +159,8 @@ def shape_noise(
         target: Whose passes are compared.
         samples: (prompt, answer) token ids.
         trees: also compare a tree's nodes, which are at other entries of the cache than the tokens of a chain.
-        widest: rows of the widest pass in use.
+        widest: tokens of a sequence in the widest pass in use.
+        rows: sequences in that pass.
         changes: result of `shape_changes` for these arguments; None: it is called.
 
     Returns:
@@ -168,7 +170,8 @@ def shape_noise(
     ours = changes.values.max().item()
     if ours == 0.0:
         # Short samples may miss the few nodes of trees that round differently, but in our own kernels none does.
-        exact = target.device.type == "cpu" and widest <= native.MOST_TOKENS and target.uses_torch is None
+        ours_alone = target.device.type == "cpu" and target.uses_torch is None
+        exact = ours_alone and rows * widest <= native.MOST_TOKENS
         if exact or not trees:
             return 0.0
         passes = (forced_logits(target, *sample, max(BLOCKS)) for sample in samples)
@@ -319,12 +322,14 @@ def model_change(
     return max(model, step), step
 
 
-def batch_noise(target: StagedModel, samples: list[tuple[list[int], list[int]]], rows: int) -> float:
+def batch_noise(
+    target: StagedModel, samples: list[tuple[list[int], list[int]]], rows: int, widest: int = max(BLOCKS)
+) -> float:
     """As `shape_noise`, between a sequence alone and among `rows` copies of it, fed by tokens or by blocks."""
     largest = 0.0
     for prompt, answer in samples:
         top, gap = two_likeliest(forced_rows(target, prompt, answer, 1, 1)[0])
-        for block in {1, *(min(block, target.width or block) for block in BLOCKS)}:
+        for block in {1, *(min(block, target.width or block) for block in (*BLOCKS, widest))}:
             for logits in forced_rows(target, prompt, answer, block, rows):
                 largest = max(largest, change(logits, top, gap))
     return 2 * largest

@@ -159,6 +159,40 @@ def test_what_follows_a_tie_is_held_against_the_target(monkeypatch, temperature)
             assert verdict(answer.tokens[:end], first) == "tie", "by a stop token that an engine left out"
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_reference_that_is_wrong_is_no_tie(monkeypatch, temperature):
+    """Though the answer beside it is right, or as wrong."""
+    pair, prompt, n = random_pair("llama", vocab_size=32), [3, 9, 27, 11], 12
+    monkeypatch.setattr(pair, "stop_ids", frozenset())
+    monkeypatch.setattr(Certifier, "noise", lambda self, arm: 1e-3)
+    engine, decoding = Engine(pair.staged, Drafter(), frozenset()), SamplingParams(n, temperature)
+    arms = {BASELINE: engine.rounds, METHOD: engine.rounds}
+    setup = Setup(pair, pair.staged, Autoregressive(pair), arms, RunSpec({}))
+    certifier = Certifier(setup, Protocol(pair, decoding, "paired", 0))
+    request = Request(prompt, decoding, seed=7)
+    (right,) = engine.generate([request])
+
+    def verdict(first: list[int], answer: list[int]) -> str | None:
+        answers = {BASELINE: [], METHOD: [Generation(answer, 0.0, 0.0, "length")]}
+        return certifier.judge(METHOD, dict.fromkeys(arms, request), answers, first).verdict
+
+    assert verdict(right.tokens, right.tokens) == "exact"
+    wrong, other = (
+        [*right.tokens[:4], token, *right.tokens[5:]] for token in near_one_another(right.tokens[4])
+    )
+    assert verdict(wrong, right.tokens) == "violation"
+    if decoding.greedy:
+        logits = torch.zeros(32)
+        logits[right.tokens[4]] = 5.0  # the target's choice, which neither of them took
+        monkeypatch.setattr(certify_module, "next_logits", lambda *given: logits)
+        assert verdict(wrong, other) == "violation"
+
+
+def near_one_another(token: int) -> tuple[int, int]:
+    """Two other tokens."""
+    return (token + 1) % 32, (token + 2) % 32
+
+
 def served_certifier(pair, decoding: SamplingParams) -> Certifier:
     arms = dict.fromkeys((BASELINE, METHOD, AGAIN, OWN_LOOP))
     setup = Setup(pair, pair.staged, Drafter(), arms, RunSpec({}), served=SimpleNamespace(has_own_file=False))
@@ -210,6 +244,11 @@ def test_a_drawn_answer_that_continues_after_its_end_is_a_violation():
         assert verdicts(wrong) == ["violation"] * 3
 
 
+def test_a_missing_stop_token_is_as_far_off_as_the_likeliest_of_them():
+    logits = torch.tensor([0.0, 1.0, 5.0, 3.0])
+    assert certify_module.greedy_margin(logits, [1, 3]) == certify_module.greedy_margin(logits, [3, 1]) == 2.0
+
+
 def test_the_next_logits_are_those_in_front_of_a_token():
     pair, prompt, answer = random_pair("llama"), [3, 9, 27, 11], [5, 6, 7]
     for i in range(3):
@@ -226,8 +265,12 @@ def test_the_noise_of_batches_is_twice_what_so_many_rows_change(monkeypatch):
         target.model, "forward", lambda ids, **more: sizes.append(len(ids)) or forward(ids, **more)
     )
     sample = [([5, 9, 2], [3, 4, 5, 6])]
+    widths = []
+    monkeypatch.setattr(numeric_noise, "forced_rows", lambda *given: widths.append(given[3]) or rows(*given))
     numeric_noise.batch_noise(target, sample, 3)
-    assert {*sizes} == {1, 3}
+    assert {*sizes} == {1, 3} and 60 not in widths
+    numeric_noise.batch_noise(target, sample, 3, widest=60)
+    assert 60 in widths, "the method's own passes may be wider"
 
     def moved(*given):
         logits = rows(*given).clone()
@@ -270,12 +313,12 @@ def test_the_worst_certificate_is_that_of_an_answer_that_was_judged():
 
 
 def within(function, first):
-    """The function, whose first call gives `first`."""
+    """The function, whose first two calls, on the two tokens at the first difference, give `first`."""
     calls = []
 
     def called(*given):
         calls.append(given)
-        return first if len(calls) == 1 else function(*given)
+        return first if len(calls) <= 2 else function(*given)
 
     return called
 
@@ -314,10 +357,8 @@ def test_a_token_of_no_probability_is_never_a_tie():
 def test_the_noise_is_that_of_the_shapes_in_use(monkeypatch, nodes, unit):
     """Trees, the method's widest verification, and batches are compared, too."""
     asked = []
-    monkeypatch.setattr(certify_module, "shape_noise", lambda *given: asked.append(given[2:4]) or 0.1)
-    monkeypatch.setattr(
-        certify_module, "batch_noise", lambda target, samples, size: asked.append(size) or 0.3
-    )
+    monkeypatch.setattr(certify_module, "shape_noise", lambda *given: asked.append(given[2:5]) or 0.1)
+    monkeypatch.setattr(certify_module, "batch_noise", lambda *given: asked.append(given[2:]) or 0.3)
     spec = SimpleNamespace(unit=unit, batch_size=4)
     setup = SimpleNamespace(
         target=None, drafter=SimpleNamespace(max_nodes=nodes), verify_tokens=10, spec=spec
@@ -325,7 +366,7 @@ def test_the_noise_is_that_of_the_shapes_in_use(monkeypatch, nodes, unit):
     certifier = Certifier(setup, None)
     certifier.__dict__ |= {"_samples": [], "_changes_of_shapes": torch.zeros(1)}
     assert certifier._noise_of_shapes == (0.3 if unit == "pool" else 0.1)
-    assert asked == [(nodes > 0, 10), *([4] if unit == "pool" else [])]
+    assert asked == ([(False, 10, 4), (4, 10)] if unit == "pool" else [(nodes > 0, 10, 1)])
 
 
 def test_the_noise_of_an_engine_is_that_of_its_likeliest_tokens(monkeypatch):

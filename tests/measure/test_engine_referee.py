@@ -29,6 +29,7 @@ class Engine:
         self.close: set[tuple[int, ...]] = set()  # texts after which the first two choices are nearly equal
         self.notes: list[str] = []
         self.reports = True
+        self.silent: set[tuple[int, ...]] = set()  # texts after which it reports no log-probabilities
 
     def choices(self, text: list[int]) -> list[int]:
         """The tokens in the order in which they are preferred."""
@@ -42,7 +43,8 @@ class Engine:
             text = [*request.prompt, *tokens]
             first, second, third = self.choices(text)[:3]
             gap = (CLOSE if tuple(text) in self.close else GAP) - (CHANGE if place == 0 else 0.0)
-            tops.append({first: -1.0, second: -1.0 - gap, third: -4.0})
+            known = {first: -1.0, second: -1.0 - gap, third: -4.0}
+            tops.append({} if tuple(text) in self.silent else known)
             tokens.append(first if gap > 0 else second)
         return tokens, tops if self.reports else []
 
@@ -88,6 +90,12 @@ def test_the_noise_is_twice_what_another_shape_changes(engine):
     assert EngineReferee(engine, [Request(PROMPT, SamplingParams(TOKENS))], frozenset()).noise is None
 
 
+def test_the_noise_has_a_bound(engine, monkeypatch):
+    """Beyond half a logit an engine contradicts itself."""
+    monkeypatch.setattr("tests.measure.test_engine_referee.CHANGE", 0.4)
+    assert EngineReferee(engine, [Request(PROMPT, SamplingParams(TOKENS))], frozenset()).noise == 0.5
+
+
 def test_an_equal_answer_is_exact_and_asks_for_nothing(engine, plain):
     engine.tops = None
     assert judged(engine, plain, plain).verdict == "exact"
@@ -124,6 +132,20 @@ def test_without_log_probabilities_a_difference_is_not_judged(engine, plain):
     engine.reports = False
     assert judged(engine, plain, other).verdict is None
     assert engine.notes == ["method: it reports no log-probabilities: its answers that differ are not judged"]
+
+
+def test_where_no_log_probabilities_are_reported_neither_noise_nor_a_verdict_rests_on_it(engine, plain):
+    """As where llama.cpp's next token ends inside a character."""
+    engine.silent.add((*PROMPT, *plain[:1]))  # a place at which the noise is measured
+    assert judged(engine, plain, departing(engine, plain, 4)).verdict == "violation"
+    engine.silent.add((*PROMPT, *plain[:4]))
+    assert judged(engine, plain, departing(engine, plain, 4)).verdict is None
+    assert engine.notes == [
+        "method: it reports no log-probabilities where some answers differ: they are not judged"
+    ]
+    engine.silent = {(*PROMPT, *(once := departing(engine, plain, 4))[:8])}
+    engine.close.add((*PROMPT, *plain[:4]))
+    assert judged(engine, plain, departing(engine, once, 8)).verdict is None, "after a tie"
 
 
 def test_our_loop_decodes_with_other_weights_and_is_not_judged(engine, plain):

@@ -20,6 +20,7 @@ from specbench.decoding.drafter import Drafter, Needs
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.layer_stack import LayerStack
 from specbench.decoding.model.staged_model import StagedModel
+from specbench.decoding.sampling import SamplingParams
 from specbench.measure import certify, conductor, runner
 from specbench.measure.bench import Bench
 from specbench.measure.interleave import Interleaver
@@ -30,6 +31,7 @@ from specbench.measure.metrics.engine import SURPRISE
 from specbench.measure.protocol import Protocol
 from specbench.measure.records import run_folder as store
 from specbench.measure.runner import models
+from specbench.report import verdicts
 from specbench.system import threads
 from specbench.system.errors import JobError, UserError
 from specbench.system.files import read_json
@@ -246,11 +248,22 @@ def test_sampled_answers_are_certified_where_nothing_was_drafted_by_chance(workp
     verdicts = {t["equivalence"]["verdict"] for r in records for t in r["turns"]}
     assert verdicts == ({None} if method == "sps" else {"exact"})
     likely = summary["likelihood"]  # where drafts were drawn: of all answers together
-    assert likely.keys() == ({"baseline", "method"} if method == "sps" else set())
+    assert likely.keys() == ({"baseline", "method"} if method == "sps" else {"baseline"})
     assert all(abs(one["standard_errors"]) < SURPRISE for one in likely.values())
+    leans = {name: one["lean"] for name, one in likely.items()}
+    assert leans["baseline"] is None and (method != "sps" or abs(leans["method"]) < SURPRISE)
     assert {t["baseline_equivalence"]["verdict"] for r in records for t in r["turns"]} == {None}
     texts = [t["arms"]["baseline"][0]["tokens"] for r in records for t in r["turns"]]
     assert texts[0] != texts[len(texts) // 2], "a repeat draws anew"
+
+
+def test_a_sampler_that_is_wrong_in_both_arms_is_found(workplace, tmp_path, monkeypatch):
+    """Their answers agree, and transformers draws other random numbers."""
+    probs = SamplingParams.probs
+    monkeypatch.setattr(SamplingParams, "probs", lambda self, logits: probs(self, 2 * logits))
+    _, summary, _ = measured(workplace, "pld", tmp_path, *SAMPLED)
+    assert verdicts.violates(summary) and summary["equivalence"]["violation"] == 0
+    assert abs(summary["likelihood"]["baseline"]["standard_errors"]) > SURPRISE
 
 
 def test_arms_take_turns_in_going_first(workplace, tmp_path, monkeypatch):

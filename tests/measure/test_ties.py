@@ -7,7 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from specbench.measure import numeric_noise
+from specbench.config.spec import POOL, QUESTION
+from specbench.decoding.sampling import SamplingParams
+from specbench.decoding.state import Request
+from specbench.measure import certify, numeric_noise
+from specbench.measure.certify import Certifier
 from specbench.measure.metrics.metrics import ties
 from specbench.measure.numeric_noise import shape_changes, shape_noise, tie_chance
 from specbench.report import verdicts
@@ -24,6 +28,27 @@ def test_the_chance_of_a_tie_is_that_of_a_change_beyond_the_gap(monkeypatch):
     changes = torch.tensor([0.0, 0.05, 0.05, 0.2])
     # One change in four is beyond 0.1, three in four beyond 0; half of them swap the two.
     assert tie_chance(None, [1], [0, 0, 0], changes) == pytest.approx(1 - (1 - 1 / 8) * (1 - 3 / 8))
+
+
+def test_a_run_of_single_questions_in_half_precision_works_out_its_ties(monkeypatch):
+    def certifier(
+        unit: str = QUESTION, dtype: torch.dtype = torch.bfloat16, width: int | None = None
+    ) -> Certifier:
+        target = SimpleNamespace(dtype=dtype, width=width)
+        setup = SimpleNamespace(served=None, spec=SimpleNamespace(unit=unit), target=target)
+        made = Certifier(setup, SimpleNamespace(decoding=SamplingParams(4)))
+        changes = SimpleNamespace(values=torch.tensor([0.1, 0.3]))
+        made.__dict__ |= {"_changes_of_shapes": changes, "_noise_of_shapes": 0.4}
+        return made
+
+    given = []
+    monkeypatch.setattr(certify, "tie_chance", lambda *of: given.append(of[-1]) or 0.25)
+    request = Request([1], SamplingParams(4))
+    assert certifier().tie_chance(request, [5]) == 0.25
+    # A change beyond half the noise may be a fault's, which must not explain its own ties.
+    torch.testing.assert_close(given[0], torch.tensor([0.1, 0.2, 0.4]))
+    for without in ({"unit": POOL}, {"dtype": torch.float32}, {"width": 8}):
+        assert certifier(**without).tie_chance(request, [5]) is None
 
 
 def test_changes_are_those_of_which_the_noise_is_the_largest(monkeypatch):

@@ -217,6 +217,7 @@ def test_no_node_of_a_tree_rounds_on_our_own_kernels(panels, monkeypatch):
     target, samples = panels.staged, [(list(range(3, 20)), list(range(3, 20)))]
     assert shape_noise(target, samples, trees=True, widest=30) == 0
     assert shape_noise(target, samples, trees=True, widest=native.MOST_TOKENS + 1) > 0
+    assert shape_noise(target, samples, trees=True, widest=30, rows=8) > 0, "of a batch, all rows count"
     monkeypatch.setattr(StagedModel, "uses_torch", "for a reason")
     assert shape_noise(target, samples, trees=True, widest=30) > 0
 

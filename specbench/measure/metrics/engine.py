@@ -48,7 +48,9 @@ def engine_numbers(records: list[dict], generations: pd.DataFrame, facts: dict) 
 
 
 def likelihoods(records: list[dict]) -> dict[str, dict]:
-    """By arm, the likelihood of its drawn tokens under the target; {} if answers are judged by their tokens.
+    """By arm, the likelihood of its drawn tokens under the target; {} for greedy answers.
+
+    The method is among the arms if it draws other random numbers than the baseline; else its tokens are compared.
 
     - logprob: mean log p of a token.
     - standard_errors, rare_p, spread_p: as `judgement` has them.
@@ -59,7 +61,7 @@ def likelihoods(records: list[dict]) -> dict[str, dict]:
     if not drawn:
         return {}
     by_arm = {}
-    for arm in (BASELINE, METHOD):
+    for arm in drawn[0]:
         answers = [{key: _number(value) for key, value in one[arm].items()} for one in drawn]
         logprob, tokens = (sum(one[key] for one in answers) for key in ("logprob", "tokens"))
         leans = [
