@@ -45,6 +45,7 @@ SETTINGS = {
     "max_new_tokens": Count,
     "temperature": Temperature,
     "seed": Seed,
+    "out": str,
 }
 # What answers depend on: a resumed file must have the same.
 SAME = ("conversations", "split", "max_new_tokens", "temperature", "seed")

@@ -37,6 +37,7 @@ SETTINGS = {
     "words": Natural,
     "room": Count,
     "seed": Seed,
+    "out": str,
 }
 ORDER = "Summarize document {number} of the {total} documents above in a few sentences."
 ENOUGH = 2  # tokens of documents to choose from, in multiples of the longest prompt, if the text has no end

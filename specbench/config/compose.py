@@ -27,7 +27,7 @@ from specbench.config.overrides import (
     quoted,
     with_parts_added,
 )
-from specbench.system.errors import UserError, one_line_errors, print_stopped
+from specbench.system.errors import UserError, file_errors, one_line_errors, print_stopped
 
 # Configurations with a method, whose `check` refuses parts that nothing reads.
 OF_METHODS = ("bench", "tune", "serve", "export_part")
@@ -126,6 +126,7 @@ def program(
 
         @wraps(task)  # Hydra names the job after the wrapped function
         @one_line_errors(stops=False)
+        @file_errors()
         def counted(cfg: DictConfig) -> None:
             if isinstance(code := task(cfg), int):
                 codes.append(code)

@@ -53,6 +53,7 @@ class Reply:
         cached_tokens: of them, those taken from its cache instead; None: not reported.
         echoed: the settings that it reports it used, by the names of `SamplingParams` and `Request`.
         tops: for each position, log-probabilities by id, if requested.
+        at_limit: whether the server says that a limit ended the answer, and not a stop token.
         complete: adds what the stream left out, with another request, which is not timed; None: nothing is missing.
     """
 
@@ -62,6 +63,7 @@ class Reply:
     cached_tokens: int | None = None
     echoed: dict[str, Any] = field(default_factory=dict)
     tops: list[dict[int, float]] = field(default_factory=list)
+    at_limit: bool = False
     complete: Callable[[], None] | None = None
 
     @property
@@ -142,6 +144,7 @@ def llama_cpp(url: str, request: Request, stops: frozenset[int], timeout: float,
             seen.append(SentToken(at, token, drafted, accepted, top))
         if event.get("stop"):
             settings = event.get("generation_settings") or {}
+            reply.at_limit = event.get("stop_type") == "limit"
             reply.echoed = {
                 name: settings[key]
                 for name, key in (("max_new_tokens", "n_predict"), ("temperature", "temperature"))
@@ -283,6 +286,7 @@ def _add_choice(reply: Reply, at: float, choice: Mapping) -> bool:
     reason = choice.get("finish_reason")
     if reason not in (None, *FINISHED):
         raise EngineError(f"the server ended the answer: {reason}")
+    reply.at_limit = reason == "length"
     return reason is not None
 
 

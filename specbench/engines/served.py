@@ -272,8 +272,13 @@ class ServedEngine:
             reply.completed()
         except EngineError as error:
             raise UserError(f"the {name} server failed: {error}") from error
-        tokens = reply.tokens
+        _check_prompt(name, reply, request)
+        tokens, most = reply.tokens, request.decoding.max_new_tokens
         finish = "stop" if tokens[-1] in self._stops(request) else "length"
+        if finish == "length" and reply.at_limit and len(tokens) < most:
+            raise UserError(
+                f"the {name} server ended an answer after {len(tokens)} of {most} tokens: give it a larger context"
+            )
         first, *others = reply.passes
         if several or name == PLAIN:
             others = _apart(name, others)
@@ -378,13 +383,18 @@ def _apart(name: str, passes: list[TargetPass]) -> list[TargetPass]:
     return [] if any(one.drafted is None for one in passes) else passes
 
 
-def _check_read(name: str, reply: Reply, request: Request) -> None:
-    """Raises UserError unless a server has read the whole prompt and used the settings."""
+def _check_prompt(name: str, reply: Reply, request: Request) -> None:
+    """Raises UserError unless a server has read the whole prompt, as far as it reports that."""
     if reply.prompt_tokens is not None and reply.prompt_tokens != len(request.prompt):
         raise UserError(
             f"the {name} server read {reply.prompt_tokens} tokens of a prompt of {len(request.prompt)}: "
             "it must add none and cut none"
         )
+
+
+def _check_read(name: str, reply: Reply, request: Request) -> None:
+    """Raises UserError unless a server has read the whole prompt and used the settings."""
+    _check_prompt(name, reply, request)
     if reply.cached_tokens:
         raise UserError(
             f"the {name} server took {reply.cached_tokens} prompt tokens from its cache: disable its prefix cache"

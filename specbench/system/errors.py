@@ -101,6 +101,8 @@ def file_errors(writing: Path | None = None) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if out_of_memory(error) is not None:
+            raise
         if writing is not None:
             message = f"cannot write {writing}: {error.strerror or error}"
         else:

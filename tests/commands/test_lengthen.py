@@ -9,7 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from methods import answer
+from specbench.commands import converse
 from specbench.commands import lengthen as command
+from specbench.config.compose import program
 from specbench.data.questions import load_questions
 from specbench.models.pairs import load_pair
 from specbench.system.errors import UserError
@@ -36,6 +39,25 @@ def test_prompts_are_as_long_as_asked_and_tasks_by_length(tmp_path):
         tokens = len(pair.prompt_ids([{"role": "user", "content": question.turns[0]}]))
         assert length - 20 < tokens <= length  # the tokens of a word may be many
     assert len({question.turns for question in questions}) == 6
+
+
+@pytest.mark.parametrize("out", ["null", "20261128"])
+@pytest.mark.parametrize(
+    ("config", "task"),
+    [("lengthen", command.lengthen), ("converse", converse.converse), ("answer", answer.answer)],
+)
+def test_a_file_to_write_has_a_name(config, task, out):
+    with pytest.raises(UserError, match="'?out'?"):
+        task(composed(config, f"out={out}"))
+
+
+def test_a_file_that_cannot_be_read_is_one_line_in_every_command(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["lengthen"])
+    main = program("lengthen", lambda cfg: (tmp_path / "gone").read_text())
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == f"error: {tmp_path}/gone: No such file or directory\n"
 
 
 def test_a_document_that_is_asked_for_is_there(tmp_path):

@@ -142,6 +142,16 @@ def test_bad_requests_are_refused_in_one_line(body, said):
     assert status == 400 and said in content["error"]["message"] and "\n" not in content["error"]["message"]
 
 
+@pytest.mark.parametrize(("length", "status"), [("-1", 413), (str(2**40), 413), ("many", 400)])
+def test_a_request_that_announces_no_sensible_size_is_refused_at_once(length, status):
+    with serving(recited) as url:
+        connection = http.client.HTTPConnection(HOST, int(url.rpartition(":")[2]), timeout=WAIT)
+        connection.request("POST", PATH, b"", {"Content-Length": length})
+        assert connection.getresponse().status == status
+        connection.close()
+        assert posted(url, {"prompt": PROMPT})[0] == 200
+
+
 def test_nothing_else_is_served():
     with serving(recited) as url:
         assert posted(url, {"prompt": PROMPT}, "/v1/chat/completions")[0] == 404

@@ -92,6 +92,24 @@ class TestHandshake:
         ):
             engine_of(pair, urls, dialect).open([request()])
 
+    @pytest.mark.parametrize(
+        ("fault", "said"),
+        [
+            ("is full", "plain server ended an answer after 5 of 16 tokens"),
+            ("adds", "read 8 tokens of a prompt of 7"),
+        ],
+    )
+    @pytest.mark.parametrize("at_once", [1, 2])
+    def test_a_timed_answer_that_is_cut_or_of_another_prompt_costs_its_question(
+        self, pair, dialect, at_once, fault, said
+    ):
+        with serving(Stub(counting, fault=fault, after=2), Stub(counting, drafts=True)) as urls:
+            engine = engine_of(pair, urls, dialect)
+            engine.batch_size = at_once
+            engine.open([request()])
+            with pytest.raises(UserError, match=said):
+                exhaust(engine.plain([request()] * at_once))
+
     @pytest.mark.parametrize("at_once", [1, 2])
     def test_a_prefix_cache_that_timed_answers_show_is_named_once(self, pair, dialect, at_once):
         stub = Stub(counting, fault="remembers", after=2)

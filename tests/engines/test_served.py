@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import psutil
 import pytest
@@ -202,6 +203,21 @@ def test_a_server_waits_as_its_own_engine_does(monkeypatch):
     assert not WAITING.keys() & own_environment().keys()
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
     assert own_environment()["OMP_WAIT_POLICY"] == "ACTIVE"
+
+
+def test_a_batch_ends_with_its_last_answer(pair):
+    long = [*PROMPT, 5]
+
+    def slow(prompt: list[int], n: int) -> list[int]:
+        time.sleep(0.3 if prompt == long else 0.0)
+        return counting(prompt, n)
+
+    with serving(Stub(slow), Stub(counting, drafts=True)) as urls:
+        engine = engine_of(pair, urls, "openai")
+        engine.batch_size = 2
+        engine.open([request()])
+        asked = [request(), replace(request(), prompt=long), request()]
+        assert sum(answer.seconds for answer in exhaust(engine.plain(asked))) >= 0.3
 
 
 def test_a_request_that_is_refused_costs_its_question_alone(pair):

@@ -81,6 +81,7 @@ FAULTS = {
     "silent cache": "does not say what it keeps of prompts",
     "pings": "sends comments alone for two seconds",
     "aborts": "gives the answer up",
+    "is full": "ends an answer after five tokens, for want of context",
     "dies": "ends its process",
 }
 
@@ -109,6 +110,8 @@ def spoiled(tokens: list[int], wrong: str) -> list[int]:
         tokens.insert(5, tokens[5])
     if wrong == "goes on":
         tokens += tokens[:2]
+    if wrong == "is full":
+        del tokens[5:]
     return [] if wrong == "nothing" else tokens
 
 
@@ -121,7 +124,7 @@ def llama_cpp_events(stub: Stub, body: dict, wrong: str) -> Iterator[dict]:
     read = len(body["prompt"]) + (wrong == "adds")
     cached = {} if wrong == "silent cache" else {"cache_n": 4 if wrong == "remembers" else 0}
     end = {"stop": True, "tokens": [], "tokens_predicted": len(tokens), "tokens_evaluated": read}
-    end |= {"generation_settings": settings}
+    end |= {"generation_settings": settings, "stop_type": "limit"}
     if not body["stream"]:
         yield end | {"tokens": spoiled(tokens, "breaks" if wrong == "wavers" else "")}
         return

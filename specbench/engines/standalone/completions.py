@@ -18,7 +18,8 @@ from typing import Any
 
 HOST = "127.0.0.1"
 PATH = "/v1/completions"
-OK, BAD_REQUEST, NOT_FOUND, FAILED = 200, 400, 404, 500
+OK, BAD_REQUEST, NOT_FOUND, TOO_LARGE, FAILED = 200, 400, 404, 413, 500
+LARGEST_BODY = 64 * 2**20  # bytes: some 8 million token ids
 # Accepted and ignored: clients that request token ids set them; log-probabilities are not returned.
 IGNORED = ("model", "stream_options", "return_token_ids", "return_tokens_as_token_ids", "logprobs")
 # Accepted where they change nothing.
@@ -160,8 +161,11 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(NOT_FOUND, f"there is nothing at {self.path}: ask {PATH}")
             return
         try:
-            body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)))
-            self.completion = Completion.of(body)
+            length = int(self.headers.get("Content-Length") or 0)
+            if not 0 <= length <= LARGEST_BODY:
+                self._refuse(TOO_LARGE, f"a request has at most {LARGEST_BODY} bytes")
+                return
+            self.completion = Completion.of(json.loads(self.rfile.read(length)))
         except (ValueError, RequestError) as error:
             self._refuse(BAD_REQUEST, str(error))
             return
