@@ -84,7 +84,7 @@ class Conductor:
         self._disturbed_seconds += counted["disturbed"]
         answers, disturbed, captured = least_disturbed(attempts)
         still_disturbed = disturbed
-        while self._is_worth_another(len(attempts), still_disturbed + captured):
+        while self._is_worth_another(len(attempts), still_disturbed, captured):
             drafter.restore(learnt)  # or it would copy the answer that it has just given
             attempts.append(self._attempt(requests))
             answers, still_disturbed, captured = least_disturbed(attempts)
@@ -95,6 +95,7 @@ class Conductor:
             "attempts": len(attempts),
             "disturbed_share": disturbed if watched else None,
             "still_disturbed_share": still_disturbed if watched else None,
+            "captured_share": captured,
             "counters": counters | heat,
             "clock_mhz": self.watch.clock_mhz(),
             "gpus": hardware.gpus(hardware.GPU_STATE, device) if device.type == "cuda" else [],
@@ -142,12 +143,12 @@ class Conductor:
         answers = turns.run([self.setup.arms[name](of_arm) for name, of_arm in requests.items()])
         return Attempt(dict(zip(order, answers)), slices)
 
-    def _is_worth_another(self, attempts: int, disturbed: float) -> bool:
-        """Whether to measure a turn again, given the share of it that is disturbed."""
+    def _is_worth_another(self, attempts: int, disturbed: float, captured: float) -> bool:
+        """Whether to measure a turn again, given the shares of it that are disturbed and in which passes were captured.
+
+        The rounds of a batch belong to all its sequences, so an attempt at it is kept whole: another one may be
+        disturbed elsewhere, but it replays what the first one captured.
+        """
         busy = self._disturbed_seconds > HOPELESS * self._seconds and self._seconds > HOPELESS_AFTER
-        return (
-            attempts <= self.remeasure
-            and not busy
-            and self.setup.spec.unit == QUESTION  # the rounds of a batch belong to all its sequences
-            and disturbed > TOLERATED
-        )
+        lost = captured + (disturbed if self.setup.spec.unit == QUESTION and not busy else 0.0)
+        return attempts <= self.remeasure and lost > TOLERATED

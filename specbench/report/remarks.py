@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 RANDOM = "random weights: times and sizes are real, acceptance is not"
 EXPANDED = "text and acceptance are those of the embedded family, times and sizes those of the dimensions"
 DISTURBED = "other processes were busy for {} of the measured time"
+CAPTURED = (
+    "passes were captured as graphs in {} of the measured time: raise remeasure, or set pair.graphs=false"
+)
 WORST_DISTURBED = 0.1  # of the measured time, above which a run warns of it first
 STOLEN_SHOWN = 0.001
 ONE_PROCESS = "intervals over questions: they leave out how far processes of a run differ (processes=3)"
@@ -110,10 +113,21 @@ def disturbed(summary: dict) -> str:
     return f"DISTURBED: {DISTURBED.format(f'{share:.0%}')}" if share else ""
 
 
+def captured(summary: dict) -> str:
+    """A warning if a run's times hold captures of graphs, which happen once; else empty."""
+    share = _machine_share(summary, "captured_share")
+    return f"CAPTURES: {CAPTURED.format(f'{share:.0%}')}" if share > WORST_DISTURBED else ""
+
+
 def _disturbed_share(summary: dict) -> float:
     """The share of the measured time in which other processes were busy; 0 if it is too small for a warning."""
-    share = (summary.get("machine") or {}).get("still_disturbed_share")
-    return 0.0 if share is None or share <= WORST_DISTURBED else share
+    share = _machine_share(summary, "still_disturbed_share")
+    return 0.0 if share <= WORST_DISTURBED else share
+
+
+def _machine_share(summary: dict, name: str) -> float:
+    """A share of the measured time; 0 if it is unknown, as in older runs."""
+    return (summary.get("machine") or {}).get(name) or 0.0
 
 
 def disturbances(runs: Iterable[Run]) -> list[str]:
@@ -129,13 +143,13 @@ def disturbances(runs: Iterable[Run]) -> list[str]:
 def machine_warnings(runs: Iterable[Run]) -> list[str]:
     """Warnings about the machine: its phases, and runs on a slow or disturbed one or on too few cores."""
     runs = list(runs)
-    of_cores = [
+    of_runs = [
         f"{run.name}: {line}"
         for run in runs
-        for line in (too_few_cores(run.summary), weak_baseline(run.summary))
+        for line in (captured(run.summary), too_few_cores(run.summary), weak_baseline(run.summary))
         if line
     ]
-    return [*different_phases(runs), *slow_machines(runs), *disturbances(runs), *of_cores]
+    return [*different_phases(runs), *slow_machines(runs), *disturbances(runs), *of_runs]
 
 
 def too_few_cores(summary: dict) -> str:
@@ -355,8 +369,8 @@ def title_text(summary: dict) -> Text:
     sliced = f", {turns(summary)}" if "slice_seconds" in summary else ""
     for line in faults(summary, with_baseline=False):
         text.append(f"{line}\n", style=WRONG)
-    warnings = slow_machine(summary), disturbed(summary), too_few_cores(summary), weak_baseline(summary)
-    for warning in filter(None, warnings):
+    of_machine = slow_machine(summary), disturbed(summary), captured(summary)
+    for warning in filter(None, (*of_machine, too_few_cores(summary), weak_baseline(summary))):
         text.append(f"{warning}\n", style=WRONG)
     chosen = as_text({name: value for name, value in summary["settings"].items() if value is not None})
     settings = f" ({', '.join(chosen)})" if chosen else ""

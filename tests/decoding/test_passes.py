@@ -86,8 +86,11 @@ def test_what_was_not_used_for_long_is_dropped_where_graphs_hold_too_much(monkey
         assert [captures(key) for key in "ababa"] == [1, 2, 2, 2, 2]
         assert captures("c") == 3, "b goes, which was not used since"
         assert [captures(key) for key in "aca"] == [3, 3, 3] and captures("b") == 4
+        with monkeypatch.context() as patch:
+            patch.setattr(graphs_module, "is_scarce", lambda device: False)
+            assert captures("e") == 5 and captures("a") == 5, "where memory is left, nothing is dropped"
         monkeypatch.setattr(graphs_module, "HELD_BYTES", 1)
-        assert captures("d") == 5 and captures("d") == 5, "the one at hand stays"
+        assert captures("d") == 6 and captures("d") == 6, "the one at hand stays"
 
 
 def test_what_a_captured_function_runs_is_a_part_of_it():

@@ -50,6 +50,14 @@ def test_a_spoiled_residual_is_found(pair, monkeypatch):
     assert p_value_alone(pair, ModelChain(pair.draft, 3)) < 1e-6
 
 
+def test_probabilities_are_those_of_single_precision():
+    """In bfloat16 they would have 8 bits, and logits over a temperature as well."""
+    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    probs = SamplingParams(4, 0.7).probs(logits)
+    assert probs.dtype == torch.float32
+    torch.testing.assert_close(probs, torch.softmax(logits.float() / 0.7, -1), rtol=0, atol=0)
+
+
 def test_weights_that_are_no_distribution_give_no_token():
     weights = torch.tensor(
         [[1.0, 2.0, 1.0], [1.0, float("nan"), 1.0], [float("inf"), 1.0, 1.0], [0.0, 0.0, 2.0]]

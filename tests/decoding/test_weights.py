@@ -13,6 +13,8 @@ from specbench.decoding.engine import Engine
 from specbench.decoding.model.cost import Experts, weight_bytes
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
+from specbench.decoding.scheduler import Scheduler
+from specbench.decoding.state import Request
 from specbench.measure.agreement import check_staged
 from tests.support.decoding import generate_with_transformers, random_pair
 from tests.support.drafters import ModelChain
@@ -68,6 +70,16 @@ def test_rounds_count_the_tokens_that_they_verify():
     for drafter in (Drafter(), ModelChain(pair.draft, 3)):
         steps = Engine(target, drafter, frozenset()).answer(PROMPT, SamplingParams(12)).steps
         assert [s.target_bytes for s in steps] == [target.pass_bytes(tokens=1 + s.drafted) for s in steps]
+
+
+def test_a_pass_of_a_batch_reads_the_experts_of_all_its_tokens():
+    pair, target = random_pair("mixtral"), StagedModel(random_pair("mixtral").target)
+    engine = Engine(target, ModelChain(pair.draft, 3), frozenset(), Scheduler(2))
+    answers = engine.generate([Request(PROMPT, SamplingParams(12))] * 2)
+    steps = [step for answer in answers for step in answer.steps if step.sequences == 2]
+    assert steps and all(
+        step.target_bytes == target.pass_bytes(tokens=2 * (1 + step.drafted)) for step in steps
+    )
 
 
 def test_experts_that_cannot_be_counted_are_not_made_up():

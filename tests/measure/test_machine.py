@@ -21,6 +21,7 @@ def test_what_was_seen_of_the_machine():
     assert found == {
         "disturbed_share": pytest.approx(20 * 0.6 / 30),
         "still_disturbed_share": pytest.approx(20 * 0.1 / 30),
+        "captured_share": None,  # of a folder of before it was counted
         "measured_again": 1,
         "others_cores": pytest.approx(10 / 50),
         "waited_share": pytest.approx(2 / 50),
@@ -31,6 +32,9 @@ def test_what_was_seen_of_the_machine():
         **{f"{name}_{end}": None for name in (*GPU, "clock_mhz") for end in ("low", "high")},
     }
     assert machine(passes(1)) == {}
+    for one in records:
+        one["turns"][0]["machine"]["captured_share"] = 0.25
+    assert machine(records)["captured_share"] == 0.25
     unknown = calm | {"disturbed_share": None, "still_disturbed_share": None}
     gpus = [
         {"index": str(i), "clocks.sm": mhz, "power.draw": "[N/A]", "temperature.gpu": "60"}

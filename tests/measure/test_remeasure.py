@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from methods.pld import PromptLookup
-from specbench.config.spec import METHOD, QUESTION, RunSpec
+from specbench.config.spec import METHOD, POOL, QUESTION, RunSpec
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import Request
@@ -167,10 +167,10 @@ def test_an_answer_whose_times_are_not_taken_is_judged_as_well(monkeypatch):
     assert first == reference and turn["equivalence"]["verdict"] == "violation"
 
 
-def conductor_of(monkeypatch, attempts: list[Attempt], remeasure: int = 2) -> Conductor:
+def conductor_of(monkeypatch, attempts: list[Attempt], remeasure: int = 2, unit: str = QUESTION) -> Conductor:
     """A conductor whose attempts are these."""
     drafter = SimpleNamespace(snapshot=lambda: None, restore=lambda learnt: None)
-    pair, spec = SimpleNamespace(device=torch.device("cpu")), SimpleNamespace(unit=QUESTION)
+    pair, spec = SimpleNamespace(device=torch.device("cpu")), SimpleNamespace(unit=unit)
     setup = SimpleNamespace(drafter=drafter, pair=pair, spec=spec, served=None)
     setup.set_reference_answers = lambda requests: None
     left = iter(attempts)
@@ -214,6 +214,29 @@ def test_an_attempt_that_captured_a_pass_is_not_the_one_that_counts():
     assert answers is second.answers and disturbed == captured == 0
     answers, disturbed, captured = least_disturbed([first])
     assert disturbed == 0 < captured
+
+
+def capturing_attempt(seconds: float = 1.0) -> Attempt:
+    """One in whose first slices a pass was captured."""
+    one = attempt({}, seconds)
+    for slices in one.slices.values():
+        slices[0] = Slice(slices[0].tokens, TIME, CAPTURED)
+    return one
+
+
+def test_a_batch_is_measured_again_for_a_capture_alone(monkeypatch):
+    quiet, busy = attempt({}, 1.0), attempt(dict.fromkeys(range(5), True), 10.0)
+    measured = conductor_of(monkeypatch, [capturing_attempt(), quiet], unit=POOL).measure({"method": []})
+    assert measured.machine["attempts"] == 2 and measured.machine["captured_share"] == 0
+    measured = conductor_of(monkeypatch, [busy, quiet], unit=POOL).measure({"method": []})
+    assert measured.machine["attempts"] == 1
+
+
+@pytest.mark.parametrize("unit", [QUESTION, POOL])
+def test_captures_that_stay_in_the_times_are_counted(monkeypatch, unit):
+    attempts = [capturing_attempt() for _ in range(3)]
+    measured = conductor_of(monkeypatch, attempts, unit=unit).measure({"method": []})
+    assert measured.machine["attempts"] == 3 and 0 < measured.machine["captured_share"] < 1
 
 
 @pytest.mark.parametrize(("slow", "times"), [({}, 1), ({0: True}, 3)])

@@ -122,6 +122,17 @@ def test_many_disturbed_runs_share_a_line():
     assert len(remarks.disturbances(runs[:3])) == 3
 
 
+def test_captures_in_the_times_of_a_run_are_warned_of():
+    summaries = [changed(SUMMARY) | {"machine": {"captured_share": share}} for share in (0.3, 0.05, None)]
+    lines = [remarks.captured(one) for one in summaries]
+    assert says(lines[0], "CAPTURES: ... in 30% of the measured time: raise remeasure") and lines[1:] == [
+        "",
+        "",
+    ]
+    assert lines[0] in str(remarks.title_text(summaries[0]))
+    assert f"one: {lines[0]}" in remarks.machine_warnings(runs_of(one=summaries[0], two=summaries[1]))
+
+
 def test_rows_of_other_machines_and_of_none_are_no_phases():
     runs = runs_of(
         a=measured(QUIET),

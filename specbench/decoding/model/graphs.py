@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     Function = Callable[..., Sequence[torch.Tensor | None]]
 
 WARM_UPS = 2  # runs in front of a capture, in which libraries choose their kernels and reserve what they need
-HELD_BYTES = 2**32  # limit for the inputs and outputs of all captured passes of one owner
+# The inputs and outputs of all captured passes of one owner take more than so many bytes only while at least this share
+# of the device's memory is free.
+HELD_BYTES, SPARE = 2**32, 1 / 4
 VERSIONS = 1024  # most compiled versions of one function
 CAPTURING = threading.Lock()  # only one capture at a time in a process
 WITHIN = threading.local()  # whether this thread calls a function that is being captured
@@ -99,7 +101,7 @@ class GraphRunner(EagerRunner):
 
     Results are always copies: a replay overwrites the outputs of the last one, which a drafter may have kept. A graph
     is dropped when its owner, such as a KV cache, is garbage-collected, or as the least recently used one when all
-    graphs of the owner hold more than `HELD_BYTES`.
+    graphs of the owner hold more than `HELD_BYTES` and the device's memory is scarce.
 
     Args:
         device: a CUDA device.
@@ -142,8 +144,9 @@ class GraphRunner(EagerRunner):
             GraphRunner.captures_of_all += 1
             by_shape = self._captured.setdefault(owner, {})  # anew: what it ran may have called `forget`
             held = captured.bytes + sum(other.bytes for other in by_shape.values())
-            while by_shape and held > HELD_BYTES:
-                held -= by_shape.pop(next(iter(by_shape))).bytes
+            if held > HELD_BYTES and is_scarce(self.device):
+                while by_shape and held > HELD_BYTES:
+                    held -= by_shape.pop(next(iter(by_shape))).bytes
         else:
             for static_input, tensor in zip(captured.inputs, inputs):
                 if static_input is not None and tensor is not None:
@@ -190,6 +193,14 @@ class GraphRunner(EagerRunner):
                 f"a pass cannot be captured as a CUDA graph: {one_line(error)}; set {remedy}"
             ) from error
         return Captured(inputs, outputs, graph.replay)
+
+
+def is_scarce(device: torch.device) -> bool:
+    """Whether less than `SPARE` of a device's memory is free; on a CPU it always counts as scarce."""
+    if device.type != "cuda":
+        return True
+    free, total = torch.cuda.mem_get_info(device)
+    return free < SPARE * total
 
 
 def shaped(key: Hashable, inputs: Sequence[torch.Tensor | None]) -> Hashable:

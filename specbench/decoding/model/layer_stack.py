@@ -207,13 +207,14 @@ def attention_mask(
         assert ctx.positions is not None
         assert ctx.kv_positions is not None
         positions, kv_positions = ctx.positions, ctx.kv_positions
-    back = positions.unsqueeze(-1) - kv_positions.unsqueeze(-2)
-    allowed = back >= 0
+    # Comparisons only: as numbers, the distances of a long prompt would take gigabytes.
+    positions, kv_positions = positions.unsqueeze(-1), kv_positions.unsqueeze(-2)
+    allowed = kv_positions <= positions
     if ctx.visible is not None:
         visible = ctx.visible.expand(allowed.shape[0], -1, -1)
         allowed = torch.cat([allowed[..., : ctx.kv_len - visible.shape[-1]], visible], dim=-1)
     if window is not None and not in_window:
-        allowed &= back < window
+        allowed &= kv_positions > positions - window
     mask = torch.zeros(allowed.shape, dtype=like.dtype, device=device)
     return mask.masked_fill_(~allowed, float("-inf")).unsqueeze(1)
 

@@ -18,7 +18,7 @@ from specbench.decoding.cpu.lean_modules import lean_copy
 from specbench.decoding.cpu.packed_linear import pack_linears, uses_torch
 from specbench.decoding.kv_cache import ForwardContext, KVCache
 from specbench.decoding.model import anatomy, fixed_shape
-from specbench.decoding.model.cost import EXPERTS, Experts, experts_of, experts_wait, weight_bytes
+from specbench.decoding.model.cost import EXPERTS, NO_EXPERTS, Experts, experts_of, experts_wait, weight_bytes
 from specbench.decoding.model.graphs import EagerRunner, GraphRunner, is_within, options_of
 from specbench.decoding.model.layer_stack import LayerStack, ignore
 from specbench.decoding.state import NORMED, Draft, Prefill
@@ -111,6 +111,7 @@ class StagedModel:
             ):
                 # Experts that were not found would be counted as if every token read all of them.
                 self.experts = [Experts(0, 0, None)] * len(self.layers)
+            self._routes = any(one is not NO_EXPERTS for one in self.experts)
             self._head_bytes = weight_bytes(self.norm) + weight_bytes(self.lm_head)
 
     @property
@@ -133,6 +134,8 @@ class StagedModel:
         `Experts`.
         """
         read = sum(self.layer_bytes[lo:hi]) + head * self._head_bytes
+        if not self._routes:  # asked for in every round
+            return read
         return read + sum(experts.read(tokens) for experts in self.experts[lo:hi])
 
     # -- stages ------------------------------------------------------------------------------------------------

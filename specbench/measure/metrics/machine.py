@@ -14,6 +14,7 @@ def machine(records: list[dict]) -> dict[str, float | int | None]:
 
     - disturbed_share: share of all arms' time in slices that others disturbed, in first attempts.
     - still_disturbed_share: the same for the times that were kept after measuring again.
+    - captured_share: the share of those times in slices in which a pass was captured as a graph.
     - measured_again: number of turns that were.
     - others_cores: cores that other processes computed on, on average.
     - waited_share, stolen_share, throttled_share: seconds per second in which a thread had no core.
@@ -34,7 +35,7 @@ def machine(records: list[dict]) -> dict[str, float | int | None]:
     first = [one["counters"]["seconds"] / one["attempts"] for one in watched]
 
     def share(name: str) -> float | None:
-        if any(one[name] is None for one in watched):
+        if any(one.get(name) is None for one in watched):
             return None
         return ratio(sum(one[name] * of for one, of in zip(watched, first)), sum(first))
 
@@ -51,6 +52,7 @@ def machine(records: list[dict]) -> dict[str, float | int | None]:
     return {
         "disturbed_share": share("disturbed_share"),
         "still_disturbed_share": share("still_disturbed_share"),
+        "captured_share": share("captured_share"),
         "measured_again": sum(one["attempts"] > 1 for one in watched),
         "others_cores": rate("others"),
         "waited_share": rate("waited"),
