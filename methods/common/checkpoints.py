@@ -8,6 +8,7 @@ from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
@@ -27,10 +28,56 @@ if TYPE_CHECKING:
     from specbench.decoding.model.staged_model import StagedModel
     from specbench.models.expansion import Expansion
 
+Config = TypeVar("Config", bound="PretrainedConfig")
 Module = TypeVar("Module", bound=torch.nn.Module)
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 ANGLES = "rotary_emb.inv_freq"  # recomputed: older versions of transformers kept them among the weights
+# What transformers before 5 wrote into every config, for generation and tasks that drafting does not have.
+GENERIC = {
+    *(
+        "max_length",
+        "min_length",
+        "do_sample",
+        "early_stopping",
+        "num_beams",
+        "num_beam_groups",
+        "num_return_sequences",
+    ),
+    *(
+        "temperature",
+        "top_k",
+        "top_p",
+        "typical_p",
+        "diversity_penalty",
+        "repetition_penalty",
+        "length_penalty",
+    ),
+    *(
+        "no_repeat_ngram_size",
+        "encoder_no_repeat_ngram_size",
+        "exponential_decay_length_penalty",
+        "bad_words_ids",
+    ),
+    *(
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "suppress_tokens",
+        "begin_suppress_tokens",
+        "output_scores",
+    ),
+    *("return_dict_in_generate", "remove_invalid_values", "decoder_start_token_id", "sep_token_id", "prefix"),
+    *(
+        "finetuning_task",
+        "task_specific_params",
+        "problem_type",
+        "tokenizer_class",
+        "tf_legacy_loss",
+        "torchscript",
+    ),
+    *("use_bfloat16", "tie_encoder_decoder", "cross_attention_hidden_size", "pruned_heads"),
+    *("unsloth_fixed", "unsloth_version"),
+}
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"  # copies of the target's, which many files hold
 
 
@@ -74,6 +121,14 @@ def read_checkpoint(
     return settings, {name: tensor for name, tensor in state.items() if not name.endswith(ANGLES)}
 
 
+def config_of(folder: str | Path, what: str, kind: type[Config], settings: Mapping[str, Any]) -> Config:
+    """Makes a part's config. Raises UserError for a setting of the wrong type, or one that does not fit the others."""
+    try:
+        return kind(**settings)
+    except (StrictDataclassError, TypeError, ValueError) as error:
+        raise UserError(f"{what} in '{folder}' cannot be used: {CONFIG}: {one_line(error)}") from error
+
+
 def fetched(folder: Path, files: Sequence[str]) -> Path:
     """Returns the folder, or the cached files of the hub if there is none and its name has the form of a hub id.
 
@@ -86,6 +141,8 @@ def fetched(folder: Path, files: Sequence[str]) -> Path:
 
 def check_width(folder: str | Path, what: str, width: int | None, target: int) -> None:
     """Raises UserError unless a part is as wide as the target's states."""
+    if width is None:
+        raise UserError(f"{what} in '{folder}' cannot be used: {CONFIG} names no hidden_size")
     if width != target:
         raise UserError(
             f"{what} in '{folder}' are {width} wide, the target {target}: they were made for another target"
@@ -134,7 +191,9 @@ def unknown_settings(
     """
     from transformers import LlamaConfig, Qwen3Config  # late: it takes seconds
 
-    valid = harmless | fixed.keys() | Qwen3Config().to_dict().keys() | LlamaConfig().to_dict().keys()
+    valid = (
+        harmless | GENERIC | fixed.keys() | Qwen3Config().to_dict().keys() | LlamaConfig().to_dict().keys()
+    )
     yield from (f"sets {name}, which is not known here" for name in flat if flat[name] and name not in valid)
     yield from (
         f"sets {name}={flat[name]}, not {value}"

@@ -16,6 +16,7 @@ from methods.common.checkpoints import (
     WEIGHTS,
     check_vocabulary,
     check_width,
+    config_of,
     draft_token_ids,
     drop_copies,
     fill,
@@ -98,7 +99,7 @@ def load_blocks(folder: str | Path, target: StagedModel, expansion: Expansion | 
         raise UserError(f"{WHAT} in '{folder}' cannot be used: config.json {'; '.join(problems)}")
     width, layers, vocab = sizes_trained_for(target, expansion)
     check_width(folder, WHAT, flat["hidden_size"], width)
-    config = _config(flat)
+    config = _config(folder, flat)
     taps = tuple(i + 1 for i in flat[LAYERS])
     if not 0 <= min(taps) <= max(taps) <= layers:
         raise UserError(
@@ -187,7 +188,7 @@ def _problems(flat: dict[str, Any]) -> Iterator[str]:
         yield f"sets {ESTIMATE} without {WITH_MARKOV}"
 
 
-def _config(flat: dict[str, Any]) -> BlockConfig:
+def _config(folder: str | Path, flat: dict[str, Any]) -> BlockConfig:
     """The config of the drafting layers and heads."""
     predicts = PREDICTS in (flat.get("architectures") or [])
     if (kind := flat.get(KIND)) is not None:
@@ -195,14 +196,17 @@ def _config(flat: dict[str, Any]) -> BlockConfig:
         predicts = KINDS[kind] if after is None else after
     names = {*Qwen3Config().to_dict(), "rope_theta", "rope_scaling", "block_size", MASK, MARKOV, *CHOICE}
     chosen = {n: value for n, value in flat.items() if n in names - {"dtype"} and value is not None}
-    config = BlockConfig(
-        **chosen
+    config = config_of(
+        folder,
+        WHAT,
+        BlockConfig,
+        chosen
         | {
             "fills_in": not predicts,
             "confidence": bool(flat.get(ESTIMATE)),
             "layer_types": ["full_attention"] * flat["num_hidden_layers"],
             "use_sliding_window": False,
-        }
+        },
     )
     check_rope(config)
     return config

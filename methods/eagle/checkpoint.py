@@ -11,6 +11,7 @@ from methods.common.checkpoints import (
     EMBEDDING,
     WEIGHTS,
     check_target,
+    config_of,
     fill,
     layer_sizes,
     read_checkpoint,
@@ -56,7 +57,7 @@ def load_eagle(
     settings, state = read_checkpoint(folder, WHAT, FILES)
     check_target(folder, WHAT, settings, target, expansion)
     check_embedding(folder, state.pop(EMBEDDING, None), target)
-    config = LlamaConfig(**settings | _layer_settings(settings, state))
+    config = config_of(folder, WHAT, LlamaConfig, settings | _layer_settings(settings, state))
     check_rope(config)
     model = EagleModel(config)
     fill(folder, WHAT, model, state)

@@ -14,6 +14,7 @@ from methods.common.checkpoints import (
     WEIGHTS,
     check_vocabulary,
     check_width,
+    config_of,
     draft_token_ids,
     fill,
     read_checkpoint,
@@ -248,8 +249,11 @@ def _config(
             )
     names = {*LAYER_SETTINGS, *VARIANTS, "rope_theta", "rope_scaling", "rope_parameters"}
     chosen = {name: value for name, value in settings.items() if name in names and value is not None}
-    config = Eagle3Config(
-        **chosen
+    config = config_of(
+        folder,
+        WHAT,
+        Eagle3Config,
+        chosen
         | {
             "num_hidden_layers": 1 + max(later, default=0),
             "mask_token_id": mask if MASK_STATE in state else None,
@@ -257,7 +261,7 @@ def _config(
             "num_key_value_heads": k[0] // head_dim,
             "target_hidden_size": None if read == width else read,
             "qkv_bias": bool(settings.get("attention_bias")) or f"{attention}.q_proj.bias" in state,
-        }
+        },
     )
     if rope_theta is not None:
         parameters = cast("dict[str, Any]", config.rope_parameters)

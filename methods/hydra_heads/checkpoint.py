@@ -17,6 +17,7 @@ from methods.common.checkpoints import (
     check_copy,
     check_tensors,
     check_width,
+    config_of,
     layer_sizes,
     read_checkpoint,
     ready,
@@ -98,7 +99,8 @@ def load_heads(
     config = None
     if prefixed:
         prefix_settings = settings.get("prefix")
-        config = LlamaConfig(**layer_sizes(target) if prefix_settings is None else prefix_settings)
+        sizes = layer_sizes(target) if prefix_settings is None else prefix_settings
+        config = config_of(folder, WHAT, LlamaConfig, sizes)
         check_rope(config)
     heads = Heads(
         settings["hydra_num_heads"],

@@ -17,6 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRMSNor
 from methods.common.checkpoints import (
     WEIGHTS,
     check_target,
+    config_of,
     fill,
     read_checkpoint,
     ready,
@@ -102,7 +103,7 @@ def load_adapter(folder: str | Path, target: StagedModel, expansion: Expansion |
     """
     settings, state = read_checkpoint(folder, WHAT, FILES)
     check_target(folder, WHAT, settings, target, expansion)
-    config = LlamaConfig(**settings)
+    config = config_of(folder, WHAT, LlamaConfig, settings)
     check_rope(config)
     adapter = Adapter(config)
     fill(folder, WHAT, adapter, state)

@@ -13,6 +13,7 @@ from transformers import Qwen3Config
 from methods.common.checkpoints import (
     WEIGHTS,
     check_target,
+    config_of,
     drop_copies,
     fill,
     read_checkpoint,
@@ -95,7 +96,7 @@ def load_mtp(folder: str | Path, target: StagedModel, expansion: Expansion | Non
     state = {_own_name(name): tensor for name, tensor in state.items()}
     # Speculators trains on the states in front of the target's final norm.
     reads = flat.get(READS) or (BEFORE if flat.get("speculators_model_type") else NORM)
-    model = MtpModel(_config(flat), NORMED if reads == NORM else len(target.layers))
+    model = MtpModel(_config(folder, flat), NORMED if reads == NORM else len(target.layers))
     fill(folder, WHAT, model, state)
     if expansion is not None:
         model = _expanded(model.float(), target)
@@ -136,13 +137,12 @@ def _own_name(name: str) -> str:
     return f"{QWEN_NAMES[part]}.{leaf}" if part in QWEN_NAMES else name.removeprefix(QWEN)
 
 
-def _config(flat: dict[str, Any]) -> Qwen3Config:
+def _config(folder: str | Path, flat: dict[str, Any]) -> Qwen3Config:
     """The config of the layer."""
     names = {*Qwen3Config().to_dict(), "rope_theta", "rope_scaling"} - {"dtype"}
     chosen = {name: value for name, value in flat.items() if name in names and value is not None}
-    config = Qwen3Config(
-        **chosen | {"num_hidden_layers": 1, "layer_types": ["full_attention"], "use_sliding_window": False}
-    )
+    fixed = {"num_hidden_layers": 1, "layer_types": ["full_attention"], "use_sliding_window": False}
+    config = config_of(folder, WHAT, Qwen3Config, chosen | fixed)
     check_rope(config)
     return config
 

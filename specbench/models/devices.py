@@ -52,9 +52,9 @@ def place_weights(module: torch.nn.Module, device: torch.device, dtype: torch.dt
 
     Its buffers keep theirs: with rotary frequencies in bfloat16, the cosine of position 512 would be off by 0.4.
     """
-    module.to(device)
-    for parameter in module.parameters():
+    for parameter in module.parameters():  # first, or the device would hold both
         parameter.data = parameter.data.to(dtype)
+    module.to(device)
 
 
 def name_of(dtype: torch.dtype) -> str:

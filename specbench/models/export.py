@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from specbench.decoding.drafter import Drafter
 
-FORM = 3  # of the cached files; those of another form are written anew
+FORM = 4  # of the cached files; those of another form are written anew
 KINDS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # of a GGUF file's matrices
 
 

@@ -20,12 +20,16 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 SUFFIX = ".gguf"
-FORM = 4  # of the cached folders; those of another form are made anew
+FORM = 5  # of the cached folders; those of another form are made anew
 SOURCE = "source.json"  # a converted model's record of its file
 MODEL = "model"  # a converted model's folder
 # Types of tensors that are not quantised.
 FLOATS = ("F32", "F16", "BF16", "F64")
-TOKENS = "tokenizer.ggml.tokens"
+TOKENS, TOKEN_TYPES = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
+UNUSED, PADDING = (
+    5,
+    "[PAD{}]",
+)  # type and name of the tokens that llama.cpp's converter adds for rows of padding
 # Keys of the tokens that end a turn, and names of such tokens in the vocabularies of chat models.
 ENDS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
 END_TOKENS = (
@@ -61,24 +65,27 @@ def is_gguf(name: str) -> bool:
     return name.endswith(SUFFIX)
 
 
-def converted(path: Path) -> Path:
+def converted(path: Path, dtype: str = "float32") -> Path:
     """The folder with the dequantised model of a GGUF file, its tokenizer and template; made if it does not exist.
+
+    It takes as many bytes, on the disk and for a while in memory, as the weights have in that dtype.
 
     Safe when several processes do it at once: one converts, the others wait.
 
     Args:
         path: the file.
+        dtype: of the weights, as the configuration names it.
 
     Raises:
         UserError: transformers cannot read it.
     """
     digest = file_sha256(path)
-    folder = cache_folder() / "gguf" / f"{path.stem}-{digest[:12]}-{FORM}"
+    folder = cache_folder() / "gguf" / f"{path.stem}-{digest[:12]}-{dtype}-{FORM}"
 
     def write(partial: Path) -> None:
         partial.mkdir()
         print(f"dequantising {path} into {folder}, once", file=sys.stderr, flush=True)
-        _convert(path, digest, partial)
+        _convert(path, digest, dtype, partial)
 
     return made_once(folder / MODEL, "converted", write)
 
@@ -93,11 +100,11 @@ def source_of(folder: Path | None) -> str | None:
 
 
 def own_tokens(tokenizer: Any, count: int) -> Any:
-    """A file's tokenizer without the tokens that transformers adds to it, such as an <unk> that the file lacks.
+    """A file's tokenizer without padding, and without what transformers adds to it, such as an <unk> that it lacks.
 
     Args:
         tokenizer: as transformers reads it.
-        count: tokens that the file has.
+        count: tokens that the file has, without padding.
     """
     if max(tokenizer.get_vocab().values()) < count:
         return tokenizer
@@ -106,6 +113,8 @@ def own_tokens(tokenizer: Any, count: int) -> Any:
 
     content = json.loads(tokenizer.backend_tokenizer.to_str())
     content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < count]
+    if isinstance(vocab := content["model"]["vocab"], dict):  # by token; else a list, which has no padding
+        content["model"]["vocab"] = {token: i for token, i in vocab.items() if i < count}
     special = {name: getattr(tokenizer, name) for name in SPECIAL}
     special_tokens = {
         name: token
@@ -117,6 +126,17 @@ def own_tokens(tokenizer: Any, count: int) -> Any:
     )
     trimmed.chat_template = tokenizer.chat_template
     return trimmed
+
+
+def count_tokens(reader: Any) -> int:
+    """How many tokens a file has, without those at its end that stand for rows of padding."""
+    tokens, count = reader.fields[TOKENS], len(reader.fields[TOKENS].data)
+    types = reader.fields[TOKEN_TYPES].contents() if TOKEN_TYPES in reader.fields else []
+    for last in range(min(count, len(types)) - 1, -1, -1):
+        if types[last] != UNUSED or tokens.contents(last) != PADDING.format(last):
+            break
+        count = last
+    return count
 
 
 def warn_of_unused(name: str, tensors: Iterable[str]) -> None:
@@ -211,7 +231,7 @@ def _scale_rope(config: Any, reader: Any) -> None:
         )
 
 
-def _convert(path: Path, digest: str, folder: Path) -> None:
+def _convert(path: Path, digest: str, dtype: str, folder: Path) -> None:
     """Writes model, tokenizer and SOURCE into an empty folder. Raises UserError for a file that cannot be read."""
     import torch
     import transformers
@@ -224,10 +244,10 @@ def _convert(path: Path, digest: str, folder: Path) -> None:
         reader = GGUFReader(path)
         for tensor in reader.tensors:
             types[tensor.tensor_type.name] += int(tensor.n_elements)
-        tokens = len(reader.fields[TOKENS].data)
-        tokenizer = own_tokens(AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name), tokens)
+        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+        tokenizer = own_tokens(tokenizer, count_tokens(reader))
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path.parent, gguf_file=path.name, dtype=torch.float32, output_loading_info=True
+            path.parent, gguf_file=path.name, dtype=getattr(torch, dtype), output_loading_info=True
         )
     except UNREADABLE as error:
         raise UserError(f"transformers cannot read '{path}': {one_line(error)}") from error

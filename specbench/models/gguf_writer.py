@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from specbench.models.gguf import PADDING
 from specbench.system.errors import UserError
 
 if TYPE_CHECKING:
@@ -122,8 +123,8 @@ def tensors(model: PreTrainedModel) -> dict[str, np.ndarray]:
 
 
 def tokens_of(tokenizer: PreTrainedTokenizerBase, count: int) -> list[str]:
-    """The tokens by id, and a name for every id up to `count` that has none."""
-    tokens = [f"<unused{i}>" for i in range(max(count, len(tokenizer)))]
+    """The tokens by id, and for every id up to `count` that has none, the name that llama.cpp's converter gives it."""
+    tokens = [PADDING.format(i) for i in range(max(count, len(tokenizer)))]
     for token, i in tokenizer.get_vocab().items():
         tokens[i] = token
     return tokens
@@ -145,7 +146,10 @@ def _add_tokenizer(
     writer.add_tokenizer_pre(pre_tokenizer)
     writer.add_token_list(tokens)
     kinds = {None: gguf.TokenType.NORMAL, True: gguf.TokenType.CONTROL, False: gguf.TokenType.USER_DEFINED}
-    writer.add_token_types([kinds[added.get(i)] for i in range(len(tokens))])
+    types = [kinds[added.get(i)] for i in range(len(tokens))]
+    for i in {*range(len(tokens))} - {*tokenizer.get_vocab().values()}:
+        types[i] = gguf.TokenType.UNUSED
+    writer.add_token_types(types)
     writer.add_token_merges([" ".join(pair) for pair in _tokenizer_model(tokenizer)["merges"]])
     for name in ("bos", "eos"):
         if (number := getattr(tokenizer, f"{name}_token_id")) is not None:

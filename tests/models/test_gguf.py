@@ -63,6 +63,25 @@ def test_a_file_in_float32_becomes_the_very_model_with_its_tokenizer_template_an
     assert pair.source == "from a GGUF file in F32"
 
 
+def test_tokens_that_stand_for_padding_are_none(tiny, tmp_path):
+    """Files of one family differ in them, where their models have more or fewer rows."""
+    pair = loaded(file_of(tiny, tmp_path / "small.gguf", padding=3))
+    assert pair.tokenizer.get_vocab() == tiny.tokenizer.get_vocab()
+    assert pair.prompt_ids(CHAT) == tiny.prompt_ids(CHAT) and pair.vocab_size == tiny.vocab_size
+
+
+def test_a_file_is_dequantised_into_the_pairs_dtype(tiny, tmp_path, cache):
+    """A large one would take twice the memory in float32, and as much of the disk."""
+    path = file_of(tiny, tmp_path / "small.gguf")
+    sizes = [
+        (converted(path, dtype) / "model.safetensors").stat().st_size for dtype in ("float32", "bfloat16")
+    ]
+    assert sizes[1] < 0.6 * sizes[0] and len([*cache.iterdir()]) == 2
+    half, whole = (loaded(path, f"pair.dtype={dtype}").target for dtype in ("bfloat16", "float32"))
+    for ours, theirs in zip(half.parameters(), whole.parameters()):
+        assert torch.equal(ours, theirs.to(torch.bfloat16))
+
+
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_1"])
 def test_a_quantised_file_becomes_the_model_of_its_rounded_weights(tiny, tmp_path, kind):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from huggingface_hub.utils import filter_repo_objects
 from omegaconf import OmegaConf
-from transformers import SmolLM3Config, SmolLM3ForCausalLM
+from transformers import AutoTokenizer, SmolLM3Config, SmolLM3ForCausalLM
 
 from specbench.decoding.model.graphs import Options, options_of
 from specbench.decoding.model.staged_model import StagedModel
@@ -321,6 +321,62 @@ def test_many_random_weights_are_told_of_before_they_are_drawn(cfg, monkeypatch,
     monkeypatch.setattr(model_source, "MANY_PARAMETERS", 10_000)
     load_pair(cfg, seed=0, with_draft=False)
     assert "making random weights (0.0 B parameters) ...\n" in capsys.readouterr().err
+
+
+def with_token_beyond(cfg, token: str = "<image>") -> None:
+    """A pair whose tokenizer has an added token for which neither model has a row."""
+    tokenizer = byte_tokenizer()
+    rows = read_json(_file(cfg.target, "config.json"))["vocab_size"]
+    tokenizer.add_tokens([f"<filler{i}>" for i in range(rows - len(tokenizer))])
+    tokenizer.add_tokens([token], special_tokens=True)
+    assert tokenizer.convert_tokens_to_ids(token) == rows
+    for folder in (cfg.target, cfg.draft):
+        tokenizer.save_pretrained(folder)
+
+
+def test_an_added_token_that_no_text_holds_needs_no_row(cfg):
+    """The small models of Gemma 3 lack one for their tokenizer's token for images."""
+    with_token_beyond(cfg)
+    pair = load_pair(cfg, seed=0, with_draft=True)
+    assert pair.vocab_size == pair.target.config.vocab_size and pair.prompt_ids(CHAT)
+    with pytest.raises(
+        UserError, match="a text holds <image>, and the models of pair 'saved' have no such token"
+    ):
+        pair.prompt_ids([{"role": "user", "content": "What is <image>?"}])
+    cfg.chat_template = TEMPLATE + "<image>"
+    with pytest.raises(UserError, match="the vocabularies differ: .* has ids up to"):
+        load_pair(cfg, seed=0, with_draft=False)
+
+
+@pytest.mark.parametrize(("family", "told"), [("mistral", {"fix_mistral_regex": True}), ("llama", {})])
+def test_large_tokenizers_of_mistral_are_told_to_split_words_rightly(cfg, monkeypatch, family, told):
+    edit_json(_file(cfg.target, "config.json"), model_type=family)
+    given, read = [], AutoTokenizer.from_pretrained
+    monkeypatch.setattr(
+        AutoTokenizer,
+        "from_pretrained",
+        lambda *folder, **options: given.append(options) or read(*folder, **options),
+    )
+    load_pair(cfg, seed=0, with_draft=False)
+    assert given == [{"trust_remote_code": False} | told]
+
+
+@pytest.mark.parametrize(
+    ("file", "damage"),
+    [
+        ("tokenizer.json", lambda text: text[: len(text) // 2]),
+        ("tokenizer.json", lambda text: "version https://git-lfs.github.com/spec/v1\n"),
+        ("config.json", lambda text: text.replace('"hidden_size": ', '"hidden_size": "wide", "was": ')),
+        ("config.json", lambda text: text.replace('"hidden_size": ', '"hidden_size": 7, "was": ')),
+    ],
+)
+def test_damaged_files_are_one_line(cfg, file, damage):
+    path = _file(cfg.target, file)
+    path.write_text(damaged := damage(path.read_text()))
+    assert damaged
+    with pytest.raises(UserError, match=f"cannot load '{cfg.target}': ") as caught:
+        load_pair(cfg, seed=0, with_draft=False)
+    assert "\n" not in str(caught.value)
 
 
 def test_draft_with_another_vocabulary(cfg):

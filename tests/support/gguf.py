@@ -21,6 +21,7 @@ def write_gguf(
     left_out: str | None = None,
     renamed: dict[int, str] | None = None,
     added: dict[str, int] | None = None,
+    padding: int = 0,
 ) -> None:
     """Writes a Llama model and its byte-level BPE tokenizer.
 
@@ -33,10 +34,11 @@ def write_gguf(
         left_out: a tensor that the file lacks.
         renamed: other names of tokens, by their ids.
         added: sizes of tensors of ones, by their names.
+        padding: number of tokens at the end that stand for no text.
     """
     weights = {name: values for name, values in gguf_writer.tensors(model).items() if name != left_out}
     weights |= {name: np.ones(size, dtype=np.float32) for name, size in (added or {}).items()}
-    tokens = gguf_writer.tokens_of(tokenizer, 0)
+    tokens = gguf_writer.tokens_of(tokenizer, len(tokenizer) + padding)
     for number, name in (renamed or {}).items():
         tokens[number] = name
     gguf_writer.write_gguf(path, model, tokenizer, kind, weights, architecture, tokens)
