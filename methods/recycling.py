@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from methods.common.rank_trees import RankTrees, grown, likeliest_ids
-from specbench.data.warm_start import warm_rows
+from specbench.data.warm_start import warm_texts
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.slots import Slots
 from specbench.decoding.state import NORMED, Batch, Draft, SequenceState, Verified
@@ -155,7 +155,7 @@ class TokenRecycling(Drafter):
         """The table [vocab, ranks] that a file of conversations leaves behind."""
         target = pair.staged
         self.open(Slots(1, 0, self.device), target)
-        for tokens, _ in warm_rows(file, pair):
+        for tokens in warm_texts(file, pair):
             ids = torch.tensor(tokens[: pair.context_length], device=self.device)
             prefill = target.prefill(ids.unsqueeze(0), target.new_cache(len(ids)), (NORMED,))
             self._read(0, ids, prefill.hidden_states[NORMED][0])

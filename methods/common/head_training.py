@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from methods.common.losses import ALL, CHUNK, Guess, Head, Loss, first_choices, teacher_of
-from methods.common.rank_trees import best_tree, counted_paths
+from methods.common.rank_trees import best_tree, counted_paths, ranks_in
 from methods.common.training import (
     batches_on,
     before_answers,
@@ -134,8 +134,8 @@ def count_ranks(
         batch_index, positions = is_assistant[:, 2 + i :].nonzero().unbind(1)
         for batch_chunk, position_chunk in zip(batch_index.split(CHUNK), positions.split(CHUNK)):
             scores = logits(guess[batch_chunk, position_chunk], i)
-            true_scores = scores.gather(1, ids[batch_chunk, position_chunk + 2 + i].unsqueeze(1))
-            ranks[batch_chunk, position_chunk, i] = (scores > true_scores).sum(1).clamp(max=RANKS)
+            of_tokens = ranks_in(scores, ids[batch_chunk, position_chunk + 2 + i])
+            ranks[batch_chunk, position_chunk, i] = of_tokens.clamp(max=RANKS)
     # The pending token and all after it are the assistant's.
     batch_index, positions = is_assistant[:, 1 : t - count].nonzero().unbind(1)
     return counted_paths(ranks[batch_index, positions].tolist(), RANKS)

@@ -112,6 +112,16 @@ def shaped(children: Sequence[int]) -> list[Path]:
     return paths
 
 
+def ranks_in(scores: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """The rank [n] of each of n tokens in its scores [n, vocab].
+
+    Of equal scores, which are common in bfloat16, the one with the lower id comes first.
+    """
+    theirs = scores.gather(1, tokens.unsqueeze(1))
+    before = torch.arange(scores.shape[1], device=scores.device) < tokens.unsqueeze(1)
+    return ((scores > theirs) | ((scores == theirs) & before)).sum(1)
+
+
 def counted_paths(ranks: Iterable[Sequence[int]], limit: int) -> Counter[Path]:
     """Counts the paths of ranks, prefixes included.
 

@@ -274,6 +274,9 @@ def _prepare(draft: PreTrainedModel, cfg: DictConfig) -> None:
     """Prepares a draft model for training; embeddings and head that it shares with its target are frozen."""
     torch.manual_seed(cfg.seed)
     draft.float()
+    # torch gives the padding token's row no gradient as an input, and that token may be the mask or end an answer.
+    embedding: Any = draft.get_input_embeddings()
+    embedding.padding_idx = None
     shared = embedding_names(draft) if shares_embeddings(draft) else ()
     for name, weight in draft.named_parameters():
         weight.requires_grad_(name not in shared)

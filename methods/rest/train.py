@@ -14,7 +14,7 @@ from tqdm import tqdm
 from methods.rest.datastore import save_datastore
 from specbench.config.compose import program
 from specbench.data.contamination import MeasuredTexts
-from specbench.data.conversations import check_source, own_text, read, tokenizer_of
+from specbench.data.conversations import check_source, own_text, read, tokenizer_of, whole_ids
 from specbench.data.questions import file_questions, find_questions_file
 from specbench.data.training import data_of
 from specbench.models.pairs import load_pair
@@ -53,10 +53,11 @@ def train(cfg: DictConfig) -> Path:
                 if measured.in_messages(messages):
                     left_out += 1
                     continue
-                for ids, _ in tokenize(messages):
-                    ids = ids if cfg.tokens is None else ids[: cfg.tokens - count]
-                    count += len(ids)
-                    bar.update(len(ids))
+                ids = whole_ids(tokenize(messages))
+                ids = ids if cfg.tokens is None else ids[: cfg.tokens - count]
+                count += len(ids)
+                bar.update(len(ids))
+                if ids:
                     yield ids
                 if count == cfg.tokens:
                     return

@@ -19,7 +19,7 @@ import torch
 from tqdm import tqdm
 
 from methods.common.heads import target_ids
-from methods.common.rank_trees import best_tree, counted_paths
+from methods.common.rank_trees import best_tree, counted_paths, ranks_in
 from methods.common.training import Answered, answered
 from methods.sps_tree.drafter import FILE
 from specbench.config.compose import program
@@ -54,9 +54,8 @@ def ranks_of(draft: StagedModel, prompt: list[int], answer: list[int]) -> torch.
     states = draft.run_layers(draft.embed(ids), draft.new_cache(ids.shape[1]), 0)
     logits = draft.head(states[0, len(prompt) - 1 : -1])
     inside = ids[0, len(prompt) :].clamp(max=logits.shape[1] - 1)
-    better = (logits > logits.gather(1, inside.unsqueeze(1))).sum(1)
     # A token that only the target has is never drafted.
-    return torch.where(inside == ids[0, len(prompt) :], better, logits.shape[1])
+    return torch.where(inside == ids[0, len(prompt) :], ranks_in(logits, inside), logits.shape[1])
 
 
 def paths_of(ranks: torch.Tensor, depth: int, limit: int) -> Counter[tuple[int, ...]]:

@@ -24,6 +24,7 @@ from tqdm import tqdm
 from specbench.config.checks import check_sources
 from specbench.config.compose import program
 from specbench.data.contamination import BenchmarkNgrams
+from specbench.data.conversations import HELD_OUT_EVERY
 from specbench.data.questions import file_questions, questions_sha256
 from specbench.data.synthesis import Filters, Kind, Material, kinds_of, loop_start
 from specbench.models.names import answer_facts
@@ -55,7 +56,7 @@ SAME = {
     "question_words": Natural,
     "answer_tokens": Natural,
 }
-SETTINGS = SAME | {"tokens": Count, "batch_size": Count}
+SETTINGS = SAME | {"tokens": Count, "batch_size": Count, "out": str}
 FRUITLESS = 8  # consecutive pools in which no conversation is kept
 LEAST = 16  # conversations of a pool: in fewer, templates find too little, and fruitless pools mean nothing
 FIRST, SECOND = "first turn", "second turn"
@@ -119,13 +120,18 @@ class Writer:
         self.answering = SamplingParams(cfg.max_new_tokens)
         target, scheduler = pair.staged, Scheduler(cfg.batch_size)
         self.engine = Engine(target, Drafter(), pair.stop_ids, scheduler, pair.context_length)
-        self.material = Material()
+        self.material, self.learned = Material(), 0
 
     def learn(self, kind: str, messages: Messages) -> None:
-        """Records a kept conversation: its questions as asked before, its first answer as material for templates."""
+        """Records a kept conversation: its questions as asked before, its first answer as material for templates.
+
+        Conversations that trainers hold out are no material: their answers would be trained on as parts of others.
+        """
         for message in messages[::2]:
             self.filters.remember(message["content"])
-        if messages[1].get("complete", True):
+        is_held_out = self.learned % HELD_OUT_EVERY == 0  # they are written in this order
+        self.learned += 1
+        if messages[1].get("complete", True) and not is_held_out:
             self.material.add(kind, messages[0]["content"], messages[1]["content"])
 
     def pool(self, number: int) -> tuple[list[Talk], Counter[str]]:

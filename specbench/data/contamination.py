@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 # Texts of fewer words are too common: turns match only as a whole message, answers not at all.
 WORDS = 8
+# Words of what follows a turn's instruction, such as "Summarize: ": text may put that in other words, or cut the rest.
+BODY = 32
 # Characters of Chinese and Japanese, which are written without spaces.
 SIGNS = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
 WORD = re.compile(rf"[{SIGNS}]|[^\W{SIGNS}]+")
@@ -42,13 +44,21 @@ class MeasuredTexts:
                 self._turns.add(words_of(turn))
             for text in (*question.turns, *(question.reference or ())):
                 words = words_of(text) if isinstance(text, str) else ()
-                if len(words) >= WORDS:
-                    self._by_start[words[:WORDS]].append(words)
+                self._add(words)
+                self._add(words_of(text.partition(": ")[2])[:BODY] if words else ())
         passages = frozenset(words for some in self._by_start.values() for words in some)
         self.key = frozenset(self._turns), passages
 
+    def _add(self, words: tuple[str, ...]) -> None:
+        """Adds a passage that no text may hold, unless it is too common."""
+        if len(words) >= WORDS:
+            self._by_start[words[:WORDS]].append(words)
+
     def in_text(self, text: str) -> bool:
-        """Whether a message is one of them, or holds one; case, punctuation and spaces do not count."""
+        """Whether a message is one of them, or holds one or the beginning of what follows its instruction.
+
+        Case, punctuation and spaces do not count.
+        """
         words = words_of(text)
         return words in self._turns or any(
             words[i : i + len(passage)] == passage

@@ -294,6 +294,11 @@ def tokenizer_of(pair: Pair, prompt_weight: float = 0.0) -> Callable[[Messages],
     return tokenize
 
 
+def whole_ids(rows: list[Tokens]) -> list[int]:
+    """The ids of a whole conversation, of the rows that `tokenizer_of` makes of it: the last one holds all turns."""
+    return rows[-1][0] if rows else []
+
+
 def end_of_answer(pair: Pair) -> list[int]:
     """The stop token that the template writes after an answer, which need not be the tokenizer's own (GLM-4, Gemma).
 

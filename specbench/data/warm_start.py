@@ -5,11 +5,12 @@ The setting is `warm` of a drafter, or of one that it wraps. The file is read at
 
 from __future__ import annotations
 
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specbench.data.contamination import WARM, MeasuredTexts
+from specbench.data.conversations import read, tokenizer_of, watched, whole_ids
 from specbench.data.questions import file_questions
 from specbench.system.errors import UserError
 from specbench.system.files import file_sha256
@@ -39,8 +40,6 @@ def check_warm(drafting: Mapping, data: Mapping, task: Mapping) -> None:
     Raises:
         UserError: it is missing, holds no conversations, or holds a question or a reference answer of the data.
     """
-    from specbench.data.conversations import read  # late: a configuration is checked without torch
-
     named = warm_file(drafting)
     if named is None:
         return
@@ -53,8 +52,8 @@ def check_warm(drafting: Mapping, data: Mapping, task: Mapping) -> None:
             )
 
 
-def warm_rows(file: str, pair: Pair) -> Iterator[Tokens]:
-    """The conversations of a file as the pair prompts them, row by row: ids, and weights that mark the answers.
+def warm_rows(file: str, pair: Pair) -> Iterator[list[Tokens]]:
+    """The conversations of a file as the pair prompts them, each in rows: ids, and weights that mark the answers.
 
     Args:
         file: path in the setting.
@@ -63,19 +62,23 @@ def warm_rows(file: str, pair: Pair) -> Iterator[Tokens]:
     Raises:
         UserError: it is no file of conversations.
     """
-    from specbench.data.conversations import read, tokenizer_of, watched
-
     tokenize = tokenizer_of(pair)
     for messages in watched(read(str(packaged(file))), WARM):
-        yield from tokenize(messages)
+        yield tokenize(messages)
 
 
 def warm_answers(file: str, pair: Pair) -> Iterator[list[int]]:
     """Yields the assistant's answers in a file, each with its stop token; see `warm_rows`."""
-    for ids, weights in warm_rows(file, pair):
+    for ids, weights in chain.from_iterable(warm_rows(file, pair)):
         for by_assistant, part in groupby(zip(ids, weights), key=lambda one: one[1] > 0):
             if by_assistant:
                 yield [token for token, _ in part]
+
+
+def warm_texts(file: str, pair: Pair) -> Iterator[list[int]]:
+    """Yields the conversations of a file as the pair prompts them, as ids, each text once; see `warm_rows`."""
+    for rows in warm_rows(file, pair):
+        yield whole_ids(rows)
 
 
 def warm_record(drafting: Mapping, pair: Pair) -> dict[str, dict[str, Any]]:
@@ -87,7 +90,7 @@ def warm_record(drafting: Mapping, pair: Pair) -> dict[str, dict[str, Any]]:
     file = warm_file(drafting)
     if file is None:
         return {}
-    tokens = sum(len(ids) for ids, _ in warm_rows(file, pair))
+    tokens = sum(map(len, warm_texts(file, pair)))
     return {WARM: {"source": file, "data": f"sha256:{file_sha256(packaged(file))}", "tokens": tokens}}
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import signal
+from types import SimpleNamespace
 
 import pytest
 
 from specbench.commands import converse as command
 from specbench.commands.converse import Writer, converse, pool_size
 from specbench.data.conversations import read
-from specbench.data.synthesis import loop_start
+from specbench.data.synthesis import Material, loop_start
 from specbench.models.pairs import load_pair
 from specbench.system.errors import UserError
 from tests.support.commands import left_alone_while_another_writes
@@ -214,6 +215,21 @@ def test_a_file_that_is_not_what_the_log_says_stays_as_it_is(workplace, written,
     with pytest.raises(UserError, match=r"lacks \d+ bytes"):
         converse(settings(workplace, out))
     assert not out.exists()
+
+
+def test_what_trainers_hold_out_is_quoted_in_no_other_conversation():
+    """Else its answer is trained on."""
+    writer = object.__new__(Writer)
+    writer.filters, writer.material, writer.learned = (
+        SimpleNamespace(remember=lambda text: None),
+        Material(),
+        0,
+    )
+    answers = [f"Answer {i} has a number of words of its own." for i in range(120)]
+    for answer in answers:
+        writer.learn("chat", [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": answer}])
+    held_out = [answers[i] for i in (0, 50, 100)]
+    assert writer.material._answers["chat"] == [answer for answer in answers if answer not in held_out]
 
 
 def test_other_settings_need_another_file(workplace, written):

@@ -56,6 +56,23 @@ def test_a_source_is_looked_through_once_by_all_that_read_it(monkeypatch):
     assert looked_at == texts and screen.left_out == {1, 4} and screen.is_complete
 
 
+def test_what_a_question_is_about_is_found_behind_another_instruction():
+    article = " ".join(f"word{i}" for i in range(60))
+    asked = (
+        f"Summarize: {article}",
+        "Translate German to English: Der Hund lief gestern durch den alten Park.",
+    )
+    measured = MeasuredTexts([Question(i, "qa", (turn,), None, "qa") for i, turn in enumerate(asked)])
+    for text in (
+        f"{article} TL;DR",
+        f"Give the gist of this: {article[:300]}",
+        "Please translate: der Hund lief gestern durch den alten Park",
+    ):
+        assert measured.in_messages(talk(text)), text
+    assert not measured.in_messages(talk(f"Summarize: {article[100:300]}"))
+    assert not measured.in_messages(talk("Translate German to English: Der Hund lief weg."))
+
+
 def test_a_question_is_found_within_a_message_of_a_script_without_spaces():
     asked = "法国的首都是哪里?"
     measured = MeasuredTexts([Question(1, "qa", (asked,), None, "qa")])

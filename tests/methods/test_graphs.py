@@ -164,6 +164,22 @@ def test_the_same_again_captures_nothing(monkeypatch, method):
     assert 0 < captures[0] <= 3 * 8 * len(made)
 
 
+@pytest.mark.slow
+def test_another_temperature_is_another_pass(monkeypatch):
+    """`specbench serve` answers requests of several with one engine."""
+    pair, temperatures = sorted_pair("llama"), (0.5, 1.5, 0.5)
+
+    def sampled() -> list[list[int]]:
+        engine = Engine(StagedModel(pair.target), DRAFTERS["sps"](pair, None), frozenset())
+        asked = [request for t in temperatures for request in requests("llama", 2, t)]
+        return [engine.generate([request])[0].tokens for request in asked]
+
+    right = sampled()
+    assert right[:2] != right[2:4]
+    made = pretend(monkeypatch)
+    assert sampled() == right and any(graphs.replays for graphs in made)
+
+
 # -- whole drafts
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from methods.common.losses import Loss
+from methods.common.training import _prepare
 from methods.pard import ParallelDraft
 from methods.pard import train as pard_train
 from methods.pard.drafter import MASK
@@ -137,6 +138,17 @@ def test_a_mask_sees_the_tokens_up_to_its_place_and_the_masks_before_it():
         [1, 1, 1, 0, 0, 1, 0],
         [1, 1, 1, 0, 0, 1, 1],
     ]
+
+
+def test_the_padding_token_learns_as_an_input(workplace):
+    """It may be the mask, or end an answer, and torch gives its row no gradient."""
+    draft = pair_with_mask("llama").draft
+    embedding = draft.get_input_embeddings()
+    embedding.padding_idx = 1
+    cfg = training_settings("train_pard", workplace, "unused")
+    _prepare(draft, cfg)
+    draft.base_model(torch.tensor([[5, 1, 7]])).last_hidden_state.sum().backward()
+    assert embedding.weight.grad[1].abs().sum() > 0
 
 
 @pytest.mark.parametrize("arch", ["llama", "gpt_neox"])

@@ -18,6 +18,7 @@ from methods.common.rank_trees import (
     chosen_paths,
     counted_paths,
     rank_tree,
+    ranks_in,
     shaped,
 )
 
@@ -28,6 +29,12 @@ def test_a_shape_has_equally_many_children_on_each_level():
     assert shaped([2, 1]) == [(0,), (1,), (0, 0), (1, 0)]
     assert [len(path) for path in shaped([1, 1, 1])] == [1, 2, 3]
     assert len(shaped([5, 2, 3])) == 5 + 10 + 30
+
+
+def test_of_equal_scores_one_token_is_first():
+    """In bfloat16 many are equal, and a drafter drafts only one of them as its first choice."""
+    scores = torch.tensor([[3.0, 7.0, 7.0, 1.0, 7.0]]).expand(5, -1)
+    assert ranks_in(scores, torch.arange(5)).tolist() == [3, 0, 1, 4, 2]
 
 
 def test_paths_are_counted_up_to_the_first_rank_that_is_too_high():
