@@ -164,7 +164,11 @@ class Decision:
             what = f"{ranked[FASTEST][0]}{_size_in_words(best)}"
             parts = [f"Take {what} with {speedup_text(best['overall'])} times the baseline's speed"]
             if (count := len(self.alternatives)) > 1:
-                parts.append(f"It is the best of {count}, so other questions will tend to show less")
+                chosen = of_many(best["overall"], count)
+                interval = f"[{chosen.low:.2f}, {chosen.high:.2f}] allows for that choice"
+                parts.append(
+                    f"It is the best of {count}: {interval}, and other questions will tend to show less"
+                )
             if AS_FAST in ranked:
                 parts.append(f"Not told apart from it: {named(ranked[AS_FAST])}")
         elif (lacking := self._lacking_interval) is not None:
@@ -237,9 +241,14 @@ def _rank(one: Alternative, count: int) -> str:
 
 def verdict_of_many(overall: Mapping[str, Any], count: int) -> str | None:
     """As `verdict`, for a speedup that is one of `count` from which the fastest is chosen."""
-    value, low, high = (overall[f"speedup{end}"] for end in ("", "_low", "_high"))
-    interval = widened(Speedup(value, low, high, _freedom(overall)), count)
+    interval = of_many(overall, count)
     return verdict(interval.low, interval.high)
+
+
+def of_many(overall: Mapping[str, Any], count: int) -> Speedup:
+    """A speedup with the interval that it needs as one of `count` from which the fastest is chosen."""
+    value, low, high = (overall[f"speedup{end}"] for end in ("", "_low", "_high"))
+    return widened(Speedup(value, low, high, _freedom(overall)), count)
 
 
 def _freedom(overall: Mapping[str, Any]) -> float | None:

@@ -231,11 +231,14 @@ def play(recorded: Recorded, costs: Sequence[float] | None, rule: Constant, orac
 
 
 def mean_costs(recorded: Iterable[Recorded]) -> dict[int, float]:
-    """Costs of a round by draft tokens, in rounds of the baseline: means of all such rounds of the runs."""
+    """Costs of a round by draft tokens, in rounds of the baseline: means of all such rounds of the runs.
+
+    One without a draft costs 1 where too few were measured.
+    """
     every = pd.concat([one.costs() for one in recorded]).groupby(level=0).sum()
     usual = every[every["size"] >= LEAST_ROUNDS]
     means = usual["sum"] / usual["size"]
-    return {0: 1.0} | {int(length): float(cost) for length, cost in means.items() if length}
+    return {0: 1.0} | {int(length): float(cost) for length, cost in means.items()}
 
 
 def replay_table(recorded: Sequence[Recorded], title: str) -> tuple[Table, str]:

@@ -145,8 +145,9 @@ def table(frame: pd.DataFrame) -> wandb.Table:
 
 
 def histogram(counts: pd.Series) -> wandb.Histogram:
-    """How often each whole number from 0 up came; its bin is [n, n + 1)."""
-    return wandb.Histogram(np_histogram=(np.bincount(counts), np.arange(counts.max() + 2)))
+    """How often each whole number from 0 up came; its bin is [n, n + 1), or wider if the client takes no more bins."""
+    bins = min(int(counts.max()) + 1, wandb.Histogram.MAX_LENGTH)
+    return wandb.Histogram(np_histogram=np.histogram(counts, bins, (0, counts.max() + 1)))
 
 
 def acceptance_lines(numbers: dict) -> wandb.plot.CustomChart:

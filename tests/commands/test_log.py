@@ -27,7 +27,7 @@ from specbench.config.checks import check_tracker
 from specbench.measure.metrics import summary as metrics
 from specbench.measure.records import run_folder as store
 from specbench.report.runs import read_runs, summary_frame
-from specbench.report.wandb_run import run_id, scalars
+from specbench.report.wandb_run import histogram, run_id, scalars
 from specbench.system.errors import UserError
 from specbench.system.files import read_json, write_json
 from tests.support.commands import exit_code
@@ -201,6 +201,13 @@ def test_a_log_holds_the_histograms_and_acceptance_by_position(runs, offline, lo
         line = lines[lines["lineKey"] == name]
         assert list(line["step"]) == [1, 2, 3, 4, 5]
         assert list(line["lineVal"]) == pytest.approx(overall[f"acceptance_by_position{key}"])
+
+
+def test_a_histogram_of_many_lengths_has_wider_bins():
+    """The client refuses more than 512."""
+    few, many = (histogram(pd.Series([0, 1, 1, most])) for most in (5, 3000))
+    assert few.histogram == [1, 2, 0, 0, 0, 1] and few.bins == [0, 1, 2, 3, 4, 5, 6]
+    assert len(many.histogram) == 512 and sum(many.histogram) == 4 and many.bins[-1] == 3001
 
 
 def digests(run_dir: Path) -> dict[str, str]:

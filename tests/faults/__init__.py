@@ -16,6 +16,7 @@ from tests.faults import (
     stores,
     training,
     trees,
+    wiring,
 )
 
 FAULTS = (
@@ -34,4 +35,5 @@ FAULTS = (
     *training.FAULTS,
     *engines.FAULTS,
     *reports.FAULTS,
+    *wiring.FAULTS,
 )

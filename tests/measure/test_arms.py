@@ -9,7 +9,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from transformers import GenerationConfig
 
 from specbench.config.spec import BASELINE, HF, METHOD, SINGLE, RunSpec
@@ -191,15 +191,39 @@ def test_batches_are_warmed_up_with_all_that_a_scheduler_holds_and_become_smalle
         asked.clear()
 
 
-def made_ready(monkeypatch, generate, device: str, earlier: dict) -> tuple[dict, MagicMock]:
+def test_every_turn_follows_all_that_was_said_before():
+    pair = SimpleNamespace(prompt_ids=lambda messages: [one["content"] for one in messages])
+    protocol = Protocol(pair, SamplingParams(4), "paired", 0)
+    question = Question(1, "mt_bench", ("one?", "two?", "three?"), None, "writing")
+    said = ["one", "two"]
+    prompts = [protocol.prompt(question, said[:turn]) for turn in range(3)]
+    assert prompts == [["one?"], ["one?", "one", "two?"], ["one?", "one", "two?", "two", "three?"]]
+
+
+def test_a_resumed_run_drafts_by_the_costs_that_it_began_with(monkeypatch):
+    asked = []
+    monkeypatch.setattr(runner, "set_round_costs", lambda setup, protocol, known: asked.append(known))
+    for given, earlier in (
+        (None, {}),
+        (None, {"round_costs": [1.0, 1.2]}),
+        ([1.0, 1.1], {"round_costs": [2.0]}),
+    ):
+        cfg = OmegaConf.create({"decoding": {"draft_length": "goodput", "round_costs": given}})
+        made_ready(monkeypatch, arm_of(1.0, []), "cpu", earlier, cfg)
+    assert asked == [None, [1.0, 1.2], [1.0, 1.1]]
+
+
+def made_ready(
+    monkeypatch, generate, device: str, earlier: dict, cfg: DictConfig | None = None
+) -> tuple[dict, MagicMock]:
     """What is known of a run that is about to begin, and its conductor."""
     pair = SimpleNamespace(device=torch.device(device))
     setup = Setup(pair, None, Drafter(), {HF: generate}, RunSpec({}))
     bench = SimpleNamespace(setup=setup, protocol=None, conductor=MagicMock())
     requests = [Request(PROMPT, SamplingParams(1))]
     monkeypatch.setattr(runner, "warm_up", lambda setup, *_: setup.answers(HF, requests))
-    cfg = OmegaConf.create({"decoding": {"draft_length": "constant"}})
-    return make_ready(bench, cfg, earlier), bench.conductor
+    usual = OmegaConf.create({"decoding": {"draft_length": "constant"}})
+    return make_ready(bench, cfg or usual, earlier), bench.conductor
 
 
 @pytest.mark.parametrize(("earlier", "kept"), [({}, "dynamic"), ({"generate_cache": "static"}, "static")])

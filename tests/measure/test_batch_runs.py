@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import operator
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -63,6 +64,31 @@ def test_padding_never_pushes_a_row_beyond_the_context():
     assert sizes == [(2, 50), (2, 10), (1, 90)] and [a.tokens for a in answers] == [[9]] * 5
 
 
+def test_the_seconds_of_a_batch_of_generate_are_shared(monkeypatch):
+    """Counted for each sequence, generate would be a baseline that is easily beaten."""
+    pair = random_pair("llama")
+    monkeypatch.setattr(pair, "stop_ids", frozenset())
+    requests, begun = [Request([3, 9, 27], SamplingParams(48))] * 3, time.perf_counter()
+    answers = exhaust(hf_generate_arm(pair, 3)(requests))
+    passed = time.perf_counter() - begun
+    assert 0.5 * passed < sum(answer.seconds for answer in answers) <= passed
+
+
+def test_generate_ends_at_any_stop_token(monkeypatch):
+    """Beyond it, its time would count and its tokens would not."""
+    pair, passes = random_pair("llama"), []
+    monkeypatch.setattr(pair, "stop_ids", frozenset())
+    [whole] = exhaust(hf_generate_arm(pair, 1)([Request([3, 9, 27], SamplingParams(24))]))
+    end = max(whole.tokens[:12])
+    never = next(token for token in range(end) if token not in whole.tokens)
+    monkeypatch.setattr(pair, "stop_ids", frozenset([never, end]))
+    forward = pair.target.forward
+    monkeypatch.setattr(pair.target, "forward", lambda *a, **more: passes.append(1) or forward(*a, **more))
+    [answer] = exhaust(hf_generate_arm(pair, 1)([Request([3, 9, 27], SamplingParams(24))]))
+    assert answer.tokens == whole.tokens[: whole.tokens.index(end) + 1]
+    assert len(passes) == len(answer.tokens)
+
+
 def test_generate_keeps_to_the_cap_of_each_request(monkeypatch):
     pair = random_pair("llama")
     monkeypatch.setattr(pair, "stop_ids", frozenset())
@@ -89,6 +115,13 @@ def test_a_run(workplace, tmp_path, method):
         assert {tuple(tokens) for answers in said.values() for tokens in answers} == {
             tuple(said["single"][0])
         }
+    together = {
+        name: max(
+            max(t["arms"][name][0]["steps"]["sequences"], default=1) for r in records for t in r["turns"]
+        )
+        for name in ("baseline", "single", "method")
+    }
+    assert together == {"baseline": 3, "single": 1, "method": 3}
     overall, baseline = summary["overall"], summary["baseline"]
     assert (
         baseline["equivalence"]["exact"] == len(CATEGORIES) + 2 and baseline["single_tokens_per_second"] > 0

@@ -71,7 +71,8 @@ def test_the_fastest_is_named_with_those_that_are_not_told_apart_from_it():
     }
     assert decision.sentence == (
         "Take best, 5 draft tokens at most, with 1.70 [1.60, 1.80] times the baseline's speed. "
-        "It is the best of 5, so other questions will tend to show less. Not told apart from it: close"
+        "It is the best of 5: [1.57, 1.83] allows for that choice, and other questions will tend to show less. "
+        "Not told apart from it: close"
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from specbench.measure.draft_length import Adaptive, Constant, listed_costs
@@ -204,6 +205,11 @@ def test_an_oracle_is_as_fast_as_any_length_and_emits_as_much_as_the_longest():
 def test_costs_are_in_rounds_of_the_baseline():
     recorded = Recorded(run(4))
     assert mean_costs([recorded]) == {0: 1.0, 4: pytest.approx(COSTS[4])}
+    undrafted = recorded._rounds.copy()
+    undrafted["drafted"] = 0
+    recorded._rounds = pd.concat([recorded._rounds, undrafted])
+    looked_up = mean_costs([recorded])[0]
+    assert looked_up == pytest.approx(COSTS[4], rel=0.02), "a look-up that finds nothing costs something, too"
     few = Recorded(run(4, of=[np.ones(4 * (LEAST_ROUNDS - 2))]))
     assert mean_costs([few]) == {0: 1.0}  # too few rounds for a mean
     assert play(few, listed_costs(mean_costs([few])), Constant(2)).speedup is None
