@@ -35,46 +35,13 @@ CONFIG, WEIGHTS = "config.json", "model.safetensors"
 ANGLES = "rotary_emb.inv_freq"  # recomputed: older versions of transformers kept them among the weights
 # What transformers before 5 wrote into every config, for generation and tasks that drafting does not have.
 GENERIC = {
-    *(
-        "max_length",
-        "min_length",
-        "do_sample",
-        "early_stopping",
-        "num_beams",
-        "num_beam_groups",
-        "num_return_sequences",
-    ),
-    *(
-        "temperature",
-        "top_k",
-        "top_p",
-        "typical_p",
-        "diversity_penalty",
-        "repetition_penalty",
-        "length_penalty",
-    ),
-    *(
-        "no_repeat_ngram_size",
-        "encoder_no_repeat_ngram_size",
-        "exponential_decay_length_penalty",
-        "bad_words_ids",
-    ),
-    *(
-        "forced_bos_token_id",
-        "forced_eos_token_id",
-        "suppress_tokens",
-        "begin_suppress_tokens",
-        "output_scores",
-    ),
-    *("return_dict_in_generate", "remove_invalid_values", "decoder_start_token_id", "sep_token_id", "prefix"),
-    *(
-        "finetuning_task",
-        "task_specific_params",
-        "problem_type",
-        "tokenizer_class",
-        "tf_legacy_loss",
-        "torchscript",
-    ),
+    *("max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups"),
+    *("num_return_sequences", "temperature", "top_k", "top_p", "typical_p", "diversity_penalty"),
+    *("repetition_penalty", "length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"),
+    *("exponential_decay_length_penalty", "bad_words_ids", "forced_bos_token_id", "forced_eos_token_id"),
+    *("suppress_tokens", "begin_suppress_tokens", "output_scores", "return_dict_in_generate"),
+    *("remove_invalid_values", "decoder_start_token_id", "sep_token_id", "prefix", "finetuning_task"),
+    *("task_specific_params", "problem_type", "tokenizer_class", "tf_legacy_loss", "torchscript"),
     *("use_bfloat16", "tie_encoder_decoder", "cross_attention_hidden_size", "pruned_heads"),
     *("unsloth_fixed", "unsloth_version"),
 }

@@ -26,10 +26,8 @@ MODEL = "model"  # a converted model's folder
 # Types of tensors that are not quantised.
 FLOATS = ("F32", "F16", "BF16", "F64")
 TOKENS, TOKEN_TYPES = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
-UNUSED, PADDING = (
-    5,
-    "[PAD{}]",
-)  # type and name of the tokens that llama.cpp's converter adds for rows of padding
+# Type and name of the tokens that llama.cpp's converter adds for rows of padding.
+UNUSED, PADDING = 5, "[PAD{}]"
 # Keys of the tokens that end a turn, and names of such tokens in the vocabularies of chat models.
 ENDS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
 END_TOKENS = (
