@@ -222,7 +222,7 @@ def main() -> int:
     arguments = vars(parser.parse_args())
     from specbench.report import tables
     from specbench.report.compare import faulty
-    from specbench.report.runs import finished_runs
+    from specbench.report.runs import finished_runs, oldest_first
 
     if arguments.pop("command") == "log":
         paths = arguments.pop("run_dir")
@@ -237,6 +237,7 @@ def main() -> int:
         return 0 if all(logged) and not left_out else 1
     os.environ["WANDB_SILENT"] = "true"  # it prints nothing, and asks nothing
     runs, left_out = finished_runs(pull(**arguments))
+    runs = oldest_first(runs)
     tables.print_overview(runs)
     tables.print_notes(faulty(runs))
     tables.print_left_out(left_out)

@@ -29,6 +29,7 @@ from specbench.decoding.cpu import native
 from specbench.decoding.cpu.compiled_layers import uncompiled
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
+from specbench.decoding.model.graphs import options_of
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.trace import counted
@@ -362,6 +363,7 @@ def facts(bench: Bench) -> dict:
     setup, conductor = bench.setup, bench.conductor
     pair = setup.pair
     same_weights = setup.served is None or setup.served.same_weights
+    options, on_cuda = options_of(setup.target.model), pair.device.type == "cuda"
     return {
         "target_pass_bytes": counted(setup.target.pass_bytes()) if same_weights else None,
         "threads": torch.get_num_threads(),
@@ -375,7 +377,8 @@ def facts(bench: Bench) -> dict:
         "weights_source": pair.source,
         "kernels": setup.target.uses_torch,
         "tiles": native.has_tiles(setup.target.device, pair.dtype),
-        "compiled": setup.target.stack.is_compiled,
+        "compiled": setup.target.stack.is_compiled or (on_cuda and options.compile),
+        "graphs": options.graphs if on_cuda else None,
         "uncompiled": uncompiled(),
         "unit": setup.spec.unit,
         "reference_answer": setup.spec.needs.reference_answer,

@@ -207,7 +207,7 @@ def write_report(arguments: list[str], with_claims: bool = False) -> int:
     options = parser.parse_args(arguments)
     runs, left_out = finished_runs(options.runs, with_records=with_claims)
     runs, first = oldest_first(runs), options.runs[0]
-    out = options.out or (first.parent if is_run(first) else first) / "report"
+    out = options.out or (beside(first) if is_run(first) else first) / "report"
     checked = claims.check_claims(runs) if with_claims else []
     first_tables = [claims.claims_table(checked)] if checked else []
     for path in options.write:
@@ -223,6 +223,11 @@ def write_report(arguments: list[str], with_claims: bool = False) -> int:
         tables.print_left_out(left_out)
         print(report(runs, left_out, out, first_tables))
     return int(any(one.fitting.verdict == "not measured" for one in checked))
+
+
+def beside(run: Path) -> Path:
+    """The folder that holds a run's, also where that is named "." or ".."."""
+    return (run.resolve() if run.name in ("", "..") else run).parent
 
 
 if __name__ == "__main__":

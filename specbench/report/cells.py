@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from typing import Any
@@ -48,7 +49,12 @@ class PlainTable(Table):
 
 
 def console() -> Console:
-    """Standard output: as wide as the terminal, and PIPED_WIDTH columns when it goes elsewhere."""
+    """Standard output: as wide as the terminal, and PIPED_WIDTH columns when it goes elsewhere.
+
+    Signs that its encoding lacks are replaced: a dash must not end a report.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
     return Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else PIPED_WIDTH)
 
 

@@ -53,7 +53,7 @@ OVERALL = {
 }
 # What two runs must share for their numbers to be compared; their questions are paired one by one.
 CONTEXT = (
-    *("pair", "data", "questions_sha256", "split", "turns"),
+    *("pair", "target", "data", "questions_sha256", "split", "turns"),
     *("dtype", "device", "weights", "anatomy", "temperature", "verification", "protocol"),
     *("threads", "drafter", "max_new_tokens", "processor"),
 )
@@ -337,7 +337,8 @@ def share_of_answers(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | N
     matching = [run for run in runs if _matches(claim["of"], run)]
     groups: dict[tuple, list[dict]] = defaultdict(list)
     for run in matching:
-        family = "embedded" if _matches(SMALL, run) or _matches(EXPANDED, run) else run.summary["pair"]
+        is_embedded = _matches(SMALL, run) or _matches(EXPANDED, run)
+        family = "embedded" if is_embedded else (run.summary["pair"], run.summary.get("target"))
         groups[(family, *(run.summary.get(key) for key in SAME_ANSWERS))].append(run.summary)
     total: Counter[str] = Counter()
     for summaries in groups.values():
@@ -367,7 +368,8 @@ def parameters(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
         (ours, theirs)
         for ours in runs
         if _matches(claim["of"], ours)
-        and (theirs := _last(against | {"pair": ours.summary["pair"]}, runs)) is not None
+        and (theirs := _last(against | {key: ours.summary.get(key) for key in ("pair", "target")}, runs))
+        is not None
     ]
     both = [pair for pair in both if all(map(_parameters, pair))]
     if not both:

@@ -71,6 +71,7 @@ UNSAID = {
     "target": "target={}",
     "verify_width": "verify_width={}",
     "compiled": "compiled={}",
+    "graphs": "graphs={}",
     "kernels": "kernels={}",
     "prompting": "prompts {:.8}",
     "questions_sha256": "questions {:.8}",

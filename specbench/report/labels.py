@@ -44,6 +44,7 @@ DIFFERING = {
     "prompting": "prompts {:.8}",  # template, tokenizer and stop tokens
     "verify_width": "width {}",
     "compiled": "compiled={}",
+    "graphs": "graphs={}",
     "kernels": "torch's kernels ({})",  # without a reason they are our own
     "quoted_against": "against {}",
     "engine_plain": "{}",
@@ -65,6 +66,7 @@ UNTOLD: dict[str, set] = {
     "quoted_against": {None},
     "engine_plain": {None},
     "prompting": {None},
+    "graphs": {None},
 }
 # Keys that neither "published" nor "tuned" covers.
 NO_SETTINGS = {*JUDGED_ELSEWHERE, "weights", DRAFT, ROUND_COSTS}

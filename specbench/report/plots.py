@@ -11,6 +11,7 @@ from matplotlib import rc_context
 
 from specbench.config.spec import QUESTION
 from specbench.measure.metrics.acceptance import STRETCHES
+from specbench.report import verdicts
 from specbench.report.drawing import (
     LOOK,
     MAX_SERIES,
@@ -116,12 +117,24 @@ def svg(figure: Figure) -> bytes:
 
 
 def chosen(named: list[tuple[str, Run]], most: int = MAX_SERIES) -> tuple[list[PlottedRun], str]:
-    """The runs to draw, each with its own look in every plot, and a title if some are left out."""
-    fastest = sorted(named, key=lambda pair: -(pair[1].summary["overall"]["speedup"] or 0))
+    """The runs to draw, each with its own look in every plot, and a title if some are left out.
+
+    Labels name the fault of a run, and of many the sound ones come first: an engine that says something else is fast.
+    """
+    faulty = {
+        label: found[0].partition(":")[0] for label, run in named if (found := verdicts.faults(run.summary))
+    }
+    fastest = sorted(
+        named, key=lambda pair: (pair[0] in faulty, -(pair[1].summary["overall"]["speedup"] or 0))
+    )
     fastest_labels = [label for label, _ in fastest[: max(most, MOST_POINTS)]]
     looks = enumerate(pair for pair in named if pair[0] in fastest_labels)
     shown = [
-        PlottedRun(label + cores_label(run.summary), run.summary, look_of(index))
+        PlottedRun(
+            ", ".join(filter(None, (label + cores_label(run.summary), faulty.get(label)))),
+            run.summary,
+            look_of(index),
+        )
         for index, (label, run) in looks
         if label in fastest_labels[:most]
     ]

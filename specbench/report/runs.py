@@ -66,7 +66,7 @@ class Run:
     @property
     def name(self) -> str:
         """The folder's name."""
-        return self.folder.name
+        return self.folder.resolve().name
 
     @property
     def unit(self) -> str:
@@ -111,7 +111,7 @@ class SkippedRun:
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.folder.name}: {self.reason}"
+        return f"{self.folder.resolve().name}: {self.reason}"
 
 
 def read_runs(paths: Iterable[Path], with_records: bool = False) -> tuple[list[Run], list[SkippedRun]]:

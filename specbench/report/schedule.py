@@ -125,7 +125,7 @@ def _chosen(summary: dict) -> tuple[str, str]:
 def _schedule(drafter: str, words: Iterable[str], runs: list[Run]) -> Schedule:
     """The schedule of runs that differ in batch size and draft length; words: of what they share."""
     by_size: dict[int, list[Run]] = {}
-    for run in sorted(runs, key=lambda run: decision.batch_size(run.summary)):
+    for run in sorted(runs, key=lambda run: (decision.batch_size(run.summary), run.begun)):
         by_size.setdefault(decision.batch_size(run.summary), []).append(run)
     fastest = {size: _fastest(of_size) for size, of_size in by_size.items()}
     measured = {size: sorted({_length(run) for run in of_size}) for size, of_size in by_size.items()}

@@ -10,6 +10,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from specbench.config.spec import POOL
+from specbench.report import verdicts
 from specbench.report.break_even import BreakEven, break_evens
 from specbench.report.cells import equivalence_text
 from specbench.report.drawing import (
@@ -246,12 +247,12 @@ def _drafts(sizes: Mapping[int, Mapping]) -> bool:
 
 
 def heat_maps(summaries: Iterable[dict]) -> list[Figure]:
-    """Overall speedups for each method and pair with exactly two varied settings.
+    """Overall speedups for each method and pair with exactly two varied settings, of runs without a fault.
 
     If there are many, the largest are drawn, as the title mentions; the tables contain all.
     """
     drawn = []
-    filled_grids = [grid for grid in grids(summaries) if any(grid.cells.values())]
+    filled_grids = [grid for grid in grids(verdicts.sound(summaries)) if any(grid.cells.values())]
     largest = sorted(filled_grids, key=lambda grid: -len(grid.cells))[:HEAT_MAPS]
     cut = f" ({HEAT_MAPS} of {len(filled_grids)} are drawn)" if len(filled_grids) > HEAT_MAPS else ""
     for grid in largest:

@@ -186,9 +186,9 @@ def _changes(summary: dict) -> str:
 
 
 def grid_tables(summaries: Iterable[dict]) -> list[Table]:
-    """A heat map for each grid of settings: the darkest cell is the fastest run."""
+    """A heat map for each grid of settings: the darkest cell is the fastest run. Runs with a fault have none."""
     tables: list[Table] = []
-    for grid in grids(summaries):
+    for grid in grids(verdicts.sound(summaries)):
         speedups = [value for value in grid.cells.values() if value is not None]
         title = f"speedup of {grid.label} on {grid.pair}: {grid.down} down, {grid.across} across"
         table = PlainTable(title)

@@ -10,6 +10,8 @@ from specbench.report.cells import ratio_text
 from specbench.system.settings import TYPICAL
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from rich.text import Text
 
 
@@ -31,6 +33,11 @@ def faults(summary: dict, with_baseline: bool = True, with_speed: bool = True) -
     if with_baseline and summary["engine"] is None and baseline["equivalence"]["violation"]:
         lines.append(baseline_fault(baseline))
     return lines
+
+
+def sound(summaries: Iterable[dict]) -> list[dict]:
+    """Those of runs without a fault."""
+    return [summary for summary in summaries if not faults(summary)]
 
 
 def violates(summary: dict) -> bool:

@@ -11,6 +11,7 @@ from safetensors.numpy import save_file
 from specbench.measure.machine import provenance
 from specbench.measure.metrics.statistics import Speedup
 from specbench.report import claims
+from specbench.report.runs import Run
 from tests.report.test_phases import measured
 from tests.support.claims import AGAINST, KNOWN, found, journal
 from tests.support.messages import says
@@ -228,6 +229,24 @@ def test_others_are_of_the_same_pair(tmp_path):
     stronger = run_of(tmp_path, "elsewhere", elsewhere, records=journal(2.5, 7))
     assert found(AGAINST, [*runs, stronger]).estimate == found(AGAINST, runs).estimate
     assert found(AGAINST, [*runs[:2], stronger]).verdict == "not measured"
+
+
+def test_others_are_of_the_same_target(tmp_path):
+    """`pair.target=FOLDER` leaves the pair's name."""
+    runs = [
+        run_of(
+            tmp_path,
+            name,
+            faster(speedup, method=name, target=f"/models/{target}"),
+            records=journal(speedup, i),
+        )
+        for i, (name, speedup, target) in enumerate(
+            [("ours", 2.0, "a"), ("weak", 1.2, "a"), ("strong", 1.5, "b")]
+        )
+    ]
+    assert found(AGAINST, runs).verdict == "not measured"
+    same = [Run(run.folder, run.summary | {"target": "/models/a"}) for run in runs]
+    assert found(AGAINST, same).verdict == "supported"
 
 
 def test_a_run_without_its_records_is_not_measured(tmp_path):

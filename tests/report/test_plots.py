@@ -310,6 +310,14 @@ def test_cores_of_a_methods_own_are_in_its_label():
     assert drawn.label == "mirror_sd (2 cores)"
 
 
+def test_faulty_runs_are_named_and_do_not_crowd_out_sound_ones():
+    fast = faster(9.0, equivalence__violation=1)
+    slow = {f"sound{i}": faster(1 + i / 10, settings={"n": i}) for i in range(2)}
+    named = [(run.name, run) for run in runs_of(fast=fast, **slow)]
+    assert [run.label for run in plots.chosen(named)[0]] == ["fast, VIOLATION", "sound0", "sound1"]
+    assert [run.label for run in plots.chosen(named, 2)[0]] == ["sound0", "sound1"]
+
+
 def test_of_runs_that_share_a_label_the_last_is_drawn():
     shown = plots.figures(runs_of(a=faster(1.2), b=faster(1.4)))
     assert points(shown["acceptance_and_speedup"])["kangaroo"][1] == [1.4]

@@ -1,4 +1,6 @@
+import io
 import json
+import sys
 from pathlib import Path
 
 import pandas as pd
@@ -417,3 +419,19 @@ def test_a_task_of_ones_own_is_in_every_table_and_plot(tmp_path):
     named, _ = plots.chosen([("mine", run_of(tmp_path, "mine", mine))])
     ticks = plots.speedup_by_task(named).axes[0].get_yticklabels()
     assert [tick.get_text() for tick in ticks] == ["rag", "poetry", "overall"]
+
+
+def test_a_run_in_the_working_directory_has_its_folders_name(tmp_path, monkeypatch):
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    assert Run(Path(), SUMMARY).name == "mine"
+    assert str(runs.SkippedRun(Path(), "it is empty")) == "mine: it is empty"
+    assert command.beside(Path()) == tmp_path and command.beside(Path("runs/mine")) == Path("runs")
+
+
+def test_a_terminal_that_lacks_a_sign_ends_no_report(monkeypatch):
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii", write_through=True))
+    tables.print_overview([Run(Path("a"), SUMMARY)])
+    assert b"kangaroo" in written.getvalue()

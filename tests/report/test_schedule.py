@@ -112,6 +112,20 @@ def test_questions_are_batches_of_one_and_drafters_have_schedules_of_their_own()
     assert [(one.drafter, one.lengths) for one in both] == [("sps", {1: 6, 4: 2}), ("eagle2", {4: 5, 8: 5})]
 
 
+def test_of_a_batch_of_one_and_a_single_answer_the_later_run_counts():
+    begun = {"single": 2, "pool": 1, "batch": 1}
+    alone = changed(SUMMARY, method="sps", settings={"max_draft_tokens": 4}) | {"overall": WRONG}
+    runs = runs_of(single=alone, pool=run(1, 4, 1.6), batch=run(4, 4, 1.3))
+    for one in runs:
+        one.__dict__["provenance"] = {"time": f"2026-12-0{begun[one.name]}T00:00:00+00:00"}
+    wrong = changed(runs[0].summary, equivalence__violation=1)
+    for summary, length in ((wrong, 0), (changed(SUMMARY, method="sps", settings=alone["settings"]), 4)):
+        runs[0].summary.clear()
+        runs[0].summary.update(summary)
+        (schedule,) = schedules(runs)
+        assert schedule.lengths[1] == length
+
+
 @pytest.mark.parametrize(
     "change",
     [

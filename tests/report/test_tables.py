@@ -153,6 +153,13 @@ def test_labels_are_no_markup():
     assert "[/2] layers 50%" in shown(tables.run_table(noted), 200)
 
 
+def test_a_cell_of_a_grid_is_no_run_with_a_fault():
+    runs = {(a, b): faster(1 + a + b, settings={"a": a, "b": b}) for a in (1, 2) for b in (1, 2)}
+    runs[2, 2] = changed(runs[2, 2], equivalence__violation=1)
+    (grid,) = tables.grid_tables(runs.values())
+    assert "4.00" in shown(grid) and "5.00" not in shown(grid)
+
+
 def test_batches_side_by_side():
     runs = [
         SUMMARY,
