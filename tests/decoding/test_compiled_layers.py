@@ -23,6 +23,8 @@ from tests.support.models import ARCHITECTURES, random_model
 
 pytestmark = needs_kernels
 
+FAST = ("llama", "gemma2")  # the second has attention of its own
+
 
 def driven(model: PreTrainedModel) -> StagedModel:
     """With compiled layers."""
@@ -50,7 +52,8 @@ def logits_of(target: StagedModel, ids: torch.Tensor) -> dict[str, torch.Tensor]
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "arch", [*(pytest.param(a, marks=[] if a == "llama" else pytest.mark.nightly) for a in ARCHITECTURES)]
+    "arch",
+    [pytest.param(a, marks=[] if a in FAST else pytest.mark.nightly) for a in (*ARCHITECTURES, "gemma2")],
 )
 def test_a_compiled_layer_gives_what_the_layer_gives(arch, dtype, capfd):
     target, ids = compiled(arch, dtype), torch.randint(3, 60, (1, PROMPT + TOKENS))
@@ -82,6 +85,13 @@ def test_products_without_panels_and_other_attention_are_called_from_python(atte
     for name, of in logits.items():
         torch.testing.assert_close(of, expected[name], atol=1e-4, rtol=1e-4)
     assert target.stack.is_compiled
+
+
+@torch.inference_mode()
+def test_a_family_with_attention_of_its_own_does_not_pass_for_one_on_our_kernels():
+    assert (
+        StagedModel(random_model("gemma2", 0)).uses_torch == "for attention, of which the family has its own"
+    )
 
 
 @pytest.mark.slow

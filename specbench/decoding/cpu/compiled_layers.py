@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 COMPILED = "compiled"  # the folder in the user's cache
 NAMESPACE = "specbench_layer"
 NAME = "specbench_compiled"  # of the attention function that tracing meets
+EAGER = "eager_attention_forward"  # what transformers calls a family's own attention function
 ELF = b"\x7fELF"  # a library begins with it, and linkers write that last
 LINKING = 2.0  # seconds that a linker takes at most
 SIZES = (3, 5)  # sizes of batch and pass that represent all sizes in a trace
@@ -206,7 +207,7 @@ class CompiledLayer(torch.nn.Module):
         plain = is_plain(options) and not options.get("dropout")
         has_own = name == GROUPED and plain and has_kernel(like.device, like.dtype)
         scale = options.get("scaling") if has_own else None
-        return Attention(module, module.layer_idx, _attention_functions()[name], options, scale)
+        return Attention(module, module.layer_idx, _attention_function(module, name), options, scale)
 
     def _shared(self, key: Key, states: Tensors, arguments: dict[str, Any]) -> Traced | str:
         """The function of this layer, shared with all layers of equal signature; or why there is none."""
@@ -266,7 +267,7 @@ class CompiledLayer(torch.nn.Module):
                 raise TraceError("its attention is no call of an attention function")
             if [*graph.parameters(), *graph.buffers()]:  # they would be inputs, but belong to one layer
                 raise TraceError("it reads a tensor that is none of its parameters and buffers")
-            module, options = met[0]
+            module, options = met.pop()  # the registered function keeps `met`
             name = next(name for name, part in self.layer.named_modules() if part is module)
             compiled = _compile(graph, fakes, type(self.layer).__name__)
         return Traced(compiled, name, options)
@@ -404,10 +405,17 @@ def _signature(layer: torch.nn.Module) -> tuple:
 
 
 @cache
-def _attention_functions() -> Any:
+def _attention_function(module: torch.nn.Module, name: str) -> Any:
+    """The function of that name by which a layer attends, or its family's own, which transformers calls "eager"."""
     from transformers import AttentionInterface
 
-    return AttentionInterface()
+    functions = AttentionInterface()
+    if name in functions:
+        return functions[name]
+    files = (
+        sys.modules[kind.__module__] for kind in type(module).__mro__
+    )  # a lean copy is of a class of ours
+    return next(vars(file)[EAGER] for file in files if EAGER in vars(file))
 
 
 def _folder() -> Path:

@@ -119,7 +119,7 @@ def attend(
     tokens = heads // kv_heads * n
     masked, plain = attention_mask is not None, is_plain(options)
     of_kernel = (n == 1 or (n <= MOST_TOKENS and masked)) and plain and dropout == 0
-    if of_kernel and has_kernel(query.device, query.dtype):
+    if of_kernel and has_kernel(query.device, query.dtype) and not torch.is_grad_enabled():
         scale = d**-0.5 if scaling is None else scaling
         return torch.ops.specbench.attend.default(query, key, value, attention_mask, scale), None
     folded = n == 1 or (attention_mask is not None and attention_mask.shape[-2] == tokens)

@@ -122,7 +122,11 @@ class StagedModel:
     @property
     def uses_torch(self) -> str | None:
         """Why short passes run on torch's kernels; None if they run on our own, or on a GPU."""
-        return uses_torch([*self.layers, self.lm_head]) if self.device.type == "cpu" else None
+        if self.device.type != "cpu":
+            return None
+        if self.config._attn_implementation == "eager":
+            return "for attention, of which the family has its own"
+        return uses_torch([*self.layers, self.lm_head])
 
     # -- what a pass costs -------------------------------------------------------------------------------------
 
