@@ -78,7 +78,8 @@ def warm_answers(file: str, pair: Pair) -> Iterator[list[int]]:
 def warm_texts(file: str, pair: Pair) -> Iterator[list[int]]:
     """Yields the conversations of a file as the pair prompts them, as ids, each text once; see `warm_rows`."""
     for rows in warm_rows(file, pair):
-        yield whole_ids(rows)
+        if ids := whole_ids(rows):  # a conversation without an answer has none
+            yield ids
 
 
 def warm_record(drafting: Mapping, pair: Pair) -> dict[str, dict[str, Any]]:

@@ -14,7 +14,7 @@ from methods.samd import SAMDecoding
 from methods.suffix import SuffixDecoding
 from specbench.config.checks import check
 from specbench.data.conversations import tokenizer_of
-from specbench.data.warm_start import warm_answers, warm_record
+from specbench.data.warm_start import warm_answers, warm_record, warm_texts
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
@@ -162,6 +162,8 @@ def test_lossless(pair, warm, plain, name, memory, size):
 def test_what_is_read_are_conversations_and_their_answers(pair, warm):
     answers = [said(pair, text) for talk in TALKS for text in talk[1::2]]
     assert len(answers) == 3 and list(warm_answers(warm, pair)) == answers
+    texts = list(warm_texts(warm, pair))
+    assert texts == [ids for talk in TALKS for ids, _ in tokenizer_of(pair)(messages(talk))] and all(texts)
     record = warm_record({"warm": warm}, pair)["warm"]
     rows = [ids for talk in TALKS for ids, _ in tokenizer_of(pair)(messages(talk))]
     assert record["tokens"] == sum(map(len, rows)) and record["data"].startswith("sha256:")
