@@ -122,7 +122,7 @@ def chosen(named: list[tuple[str, Run]], most: int = MAX_SERIES) -> tuple[list[P
     Labels name the fault of a run, and of many the sound ones come first: an engine that says something else is fast.
     """
     faulty = {
-        label: found[0].partition(":")[0] for label, run in named if (found := verdicts.faults(run.summary))
+        label: faults[0].partition(":")[0] for label, run in named if (faults := verdicts.faults(run.summary))
     }
     fastest = sorted(
         named, key=lambda pair: (pair[0] in faulty, -(pair[1].summary["overall"]["speedup"] or 0))

@@ -433,5 +433,6 @@ def test_a_run_in_the_working_directory_has_its_folders_name(tmp_path, monkeypat
 def test_a_terminal_that_lacks_a_sign_ends_no_report(monkeypatch):
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii", write_through=True))
+    monkeypatch.setenv("COLUMNS", "200")
     tables.print_overview([Run(Path("a"), SUMMARY)])
     assert b"kangaroo" in written.getvalue()
