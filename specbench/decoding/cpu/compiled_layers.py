@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from contextlib import contextmanager, suppress
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -404,7 +404,6 @@ def _signature(layer: torch.nn.Module) -> tuple:
     return tuple(parts)
 
 
-@cache
 def _attention_function(module: torch.nn.Module, name: str) -> Any:
     """The function of that name by which a layer attends, or its family's own, which transformers calls "eager"."""
     from transformers import AttentionInterface
@@ -412,9 +411,8 @@ def _attention_function(module: torch.nn.Module, name: str) -> Any:
     functions = AttentionInterface()
     if name in functions:
         return functions[name]
-    files = (
-        sys.modules[kind.__module__] for kind in type(module).__mro__
-    )  # a lean copy is of a class of ours
+    # A lean copy is of a class of ours, whose base is the family's.
+    files = (sys.modules[kind.__module__] for kind in type(module).__mro__)
     return next(vars(file)[EAGER] for file in files if EAGER in vars(file))
 
 
