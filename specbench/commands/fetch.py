@@ -31,7 +31,7 @@ def fetch(cfg: DictConfig) -> None:
         if name is None:
             continue
         fetch_files = fetch_small_files if what == "tokenizer" else fetch_with_weights
-        folder = local_folder(name) or model_folder(name, pair.packages, pair.dtype)
+        folder = local_folder(name) or model_folder(name, pair)
         print(f"{what}: {folder or fetch_files(name, pair.get(f'{what}_revision'), pair.gated)}")
 
 

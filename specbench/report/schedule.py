@@ -19,6 +19,7 @@ from specbench.report.cells import NUMBER, PlainTable, console, speedup_text
 from specbench.report.compare import warnings
 from specbench.report.labels import DRAFT, as_text, method_label
 from specbench.report.remarks import ONE_POOL, is_one_pool
+from specbench.report.runs import oldest_first
 from specbench.report.tables import print_notes, runs_of_command
 from specbench.report.verdicts import faults
 from specbench.system.errors import UserError, file_errors, one_line_errors
@@ -125,7 +126,7 @@ def _chosen(summary: dict) -> tuple[str, str]:
 def _schedule(drafter: str, words: Iterable[str], runs: list[Run]) -> Schedule:
     """The schedule of runs that differ in batch size and draft length; words: of what they share."""
     by_size: dict[int, list[Run]] = {}
-    for run in sorted(runs, key=lambda run: (decision.batch_size(run.summary), run.begun)):
+    for run in sorted(oldest_first(runs), key=lambda run: decision.batch_size(run.summary)):
         by_size.setdefault(decision.batch_size(run.summary), []).append(run)
     fastest = {size: _fastest(of_size) for size, of_size in by_size.items()}
     measured = {size: sorted({_length(run) for run in of_size}) for size, of_size in by_size.items()}

@@ -58,11 +58,11 @@ def test_a_source_is_looked_through_once_by_all_that_read_it(monkeypatch):
 
 def test_what_a_question_is_about_is_found_behind_another_instruction():
     article = " ".join(f"word{i}" for i in range(60))
-    asked = (
+    turns = (
         f"Summarize: {article}",
         "Translate German to English: Der Hund lief gestern durch den alten Park.",
     )
-    measured = MeasuredTexts([Question(i, "qa", (turn,), None, "qa") for i, turn in enumerate(asked)])
+    measured = MeasuredTexts([Question(i, "qa", (turn,), None, "qa") for i, turn in enumerate(turns)])
     for text in (
         f"{article} TL;DR",
         f"Give the gist of this: {article[:300]}",

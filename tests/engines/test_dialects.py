@@ -103,8 +103,8 @@ class TestDialects:
     def test_it_asks_for_what_the_run_decodes_with(self, dialect):
         stub = Stub(counting)
         with serving(stub) as [url]:
-            asked = Request(PROMPT, SamplingParams(5, 0.7), seed=2**40 + 9)
-            DIALECTS[dialect](url, asked, frozenset({9, 2}), PATIENT)
+            sampled = Request(PROMPT, SamplingParams(5, 0.7), seed=2**40 + 9)
+            DIALECTS[dialect](url, sampled, frozenset({9, 2}), PATIENT)
         [body] = stub.bodies
         assert body.get("stop_token_ids") == ([2, 9] if dialect == "openai" else None)
         assert body["prompt"] == PROMPT and body["temperature"] == 0.7 and body["seed"] == 9

@@ -216,8 +216,8 @@ def test_a_batch_ends_with_its_last_answer(pair):
         engine = engine_of(pair, urls, "openai")
         engine.batch_size = 2
         engine.open([request()])
-        asked = [request(), replace(request(), prompt=long), request()]
-        assert sum(answer.seconds for answer in exhaust(engine.plain(asked))) >= 0.3
+        requests = [request(), replace(request(), prompt=long), request()]
+        assert sum(answer.seconds for answer in exhaust(engine.plain(requests))) >= 0.3
 
 
 def test_a_request_that_is_refused_costs_its_question_alone(pair):

@@ -195,14 +195,14 @@ def test_every_turn_follows_all_that_was_said_before():
     pair = SimpleNamespace(prompt_ids=lambda messages: [one["content"] for one in messages])
     protocol = Protocol(pair, SamplingParams(4), "paired", 0)
     question = Question(1, "mt_bench", ("one?", "two?", "three?"), None, "writing")
-    said = ["one", "two"]
-    prompts = [protocol.prompt(question, said[:turn]) for turn in range(3)]
+    answers = ["one", "two"]
+    prompts = [protocol.prompt(question, answers[:turn]) for turn in range(3)]
     assert prompts == [["one?"], ["one?", "one", "two?"], ["one?", "one", "two?", "two", "three?"]]
 
 
 def test_a_resumed_run_drafts_by_the_costs_that_it_began_with(monkeypatch):
-    asked = []
-    monkeypatch.setattr(runner, "set_round_costs", lambda setup, protocol, known: asked.append(known))
+    given_costs = []
+    monkeypatch.setattr(runner, "set_round_costs", lambda setup, protocol, costs: given_costs.append(costs))
     for given, earlier in (
         (None, {}),
         (None, {"round_costs": [1.0, 1.2]}),
@@ -210,7 +210,7 @@ def test_a_resumed_run_drafts_by_the_costs_that_it_began_with(monkeypatch):
     ):
         cfg = OmegaConf.create({"decoding": {"draft_length": "goodput", "round_costs": given}})
         made_ready(monkeypatch, arm_of(1.0, []), "cpu", earlier, cfg)
-    assert asked == [None, [1.0, 1.2], [1.0, 1.1]]
+    assert given_costs == [None, [1.0, 1.2], [1.0, 1.1]]
 
 
 def made_ready(

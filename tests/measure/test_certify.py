@@ -177,20 +177,13 @@ def test_a_reference_that_is_wrong_is_no_tie(monkeypatch, temperature):
         return certifier.judge(METHOD, dict.fromkeys(arms, request), answers, first).verdict
 
     assert verdict(right.tokens, right.tokens) == "exact"
-    wrong, other = (
-        [*right.tokens[:4], token, *right.tokens[5:]] for token in near_one_another(right.tokens[4])
-    )
+    wrong, other = ([*right.tokens[:4], (right.tokens[4] + step) % 32, *right.tokens[5:]] for step in (1, 2))
     assert verdict(wrong, right.tokens) == "violation"
     if decoding.greedy:
         logits = torch.zeros(32)
         logits[right.tokens[4]] = 5.0  # the target's choice, which neither of them took
         monkeypatch.setattr(certify_module, "next_logits", lambda *given: logits)
         assert verdict(wrong, other) == "violation"
-
-
-def near_one_another(token: int) -> tuple[int, int]:
-    """Two other tokens."""
-    return (token + 1) % 32, (token + 2) % 32
 
 
 def served_certifier(pair, decoding: SamplingParams) -> Certifier:

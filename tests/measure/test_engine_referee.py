@@ -43,8 +43,8 @@ class Engine:
             text = [*request.prompt, *tokens]
             first, second, third = self.choices(text)[:3]
             gap = (CLOSE if tuple(text) in self.close else GAP) - (CHANGE if place == 0 else 0.0)
-            known = {first: -1.0, second: -1.0 - gap, third: -4.0}
-            tops.append({} if tuple(text) in self.silent else known)
+            logprobs = {first: -1.0, second: -1.0 - gap, third: -4.0}
+            tops.append({} if tuple(text) in self.silent else logprobs)
             tokens.append(first if gap > 0 else second)
         return tokens, tops if self.reports else []
 

@@ -171,8 +171,8 @@ def test_another_temperature_is_another_pass(monkeypatch):
 
     def sampled() -> list[list[int]]:
         engine = Engine(StagedModel(pair.target), DRAFTERS["sps"](pair, None), frozenset())
-        asked = [request for t in temperatures for request in requests("llama", 2, t)]
-        return [engine.generate([request])[0].tokens for request in asked]
+        of_all = [request for t in temperatures for request in requests("llama", 2, t)]
+        return [engine.generate([request])[0].tokens for request in of_all]
 
     right = sampled()
     assert right[:2] != right[2:4]
