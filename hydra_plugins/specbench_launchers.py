@@ -149,18 +149,7 @@ class SubmititLocal(Submitit):
 
     def measuring(self) -> Callable[[Path], int]:
         """As in the base class, on the command's own GPUs; submitit would make the first ones visible."""
-        return partial(measure_on_devices, devices=os.environ.get(DEVICES))
-
-
-def measure_on_devices(run_dir: Path, devices: str | None) -> int:
-    """Measures a job on the command's GPUs; devices: value of CUDA_VISIBLE_DEVICES, None if it is not set."""
-    from specbench.commands.run import measure
-
-    if devices is None:
-        os.environ.pop(DEVICES, None)
-    else:
-        os.environ[DEVICES] = devices
-    return measure(run_dir, logged=True)
+        return partial(measure_as_here, folder=os.getcwd(), variables={DEVICES: os.environ.get(DEVICES)})
 
 
 def _outcome(job) -> tuple[int, str | None]:
@@ -192,8 +181,8 @@ class Ray(SweepLauncher):
 
         ray = import_optional("ray", "ray")
         self._connect(ray)
-        task = ray.remote(max_retries=0)(measure_on_node)
-        folder, variables = os.getcwd(), {name: os.environ.get(name) for name in THREAD_VARIABLES}
+        task = ray.remote(max_retries=0)(measure_as_here)
+        folder, variables = os.getcwd(), own_variables()
         left, running, lost = iter(run_dirs), {}, set()
         with heeding_sigterm():
             try:
@@ -232,6 +221,17 @@ class Ray(SweepLauncher):
             raise UserError(f"hydra.launcher.address={self.address}: {one_line(error)}") from error
 
 
+def own_variables() -> dict[str, str | None]:
+    """The environment variables that a job reads, by name; None: not set.
+
+    A worker has those of `ray start`, and Ray chooses some for threads itself.
+    """
+    names = {
+        name for name in os.environ if name.startswith(("SPECBENCH_", "HF_")) or name.endswith("_QUESTIONS")
+    }
+    return {name: os.environ.get(name) for name in (*THREAD_VARIABLES, *sorted(names), "XDG_CACHE_HOME")}
+
+
 def _nodes(ray: ModuleType) -> list[dict]:
     """Returns the live nodes of the cluster that accept tasks."""
     return [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
@@ -244,13 +244,13 @@ def _whole(ray: ModuleType, node: dict) -> dict:
     return {"num_cpus": has["CPU"], "num_gpus": has.get("GPU", 0), "scheduling_strategy": strategy}
 
 
-def measure_on_node(run_dir: Path, folder: str, variables: dict[str, str | None]) -> int:
-    """Measures a job in a Ray worker.
+def measure_as_here(run_dir: Path, folder: str, variables: dict[str, str | None]) -> int:
+    """Measures a job in another process, as the command itself would.
 
     Args:
         run_dir: the run folder.
         folder: the working directory of the command.
-        variables: its environment variables for threads, where Ray would choose others; None: not set.
+        variables: its environment variables; None: not set.
 
     Returns:
         The exit code.

@@ -34,6 +34,7 @@ from specbench.system.files import (
     whole_lines,
     write_json,
 )
+from specbench.system.paths import packaged
 from specbench.system.settings import Count, Seed, Temperature, check_all
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ def answer(cfg: DictConfig) -> Path:
     check_conversations(cfg)
     out = Path(cfg.out)
     begun = out.with_name(f"{out.stem}.settings.json")
-    if cfg.conversations is not None and out.resolve() == Path(cfg.conversations).resolve():
+    if cfg.conversations is not None and out.resolve() == packaged(cfg.conversations).resolve():
         raise UserError(f"out={out} is the file of the prompts: give another out=FILE")
     make_folder(out.parent)
     with lock_file(out):

@@ -27,6 +27,7 @@ from specbench.decoding.state import NORMED
 from specbench.models.pairs import load_pair
 from specbench.system.errors import UserError
 from specbench.system.files import make_folder
+from specbench.system.paths import packaged
 from specbench.system.settings import Count, NotNegative, Range, Seed, Threads, check, check_all, plain
 
 if TYPE_CHECKING:
@@ -154,7 +155,7 @@ def steps(cfg: DictConfig, pair: Sequence[str], layers: int) -> list[list[Step]]
     """
     checked = checked_parts(cfg, layers)
     out = Path(cfg.out)
-    conversations = out / "conversations.jsonl" if cfg.conversations is None else Path(cfg.conversations)
+    conversations = out / "conversations.jsonl" if cfg.conversations is None else packaged(cfg.conversations)
     text = arguments({"conversations": conversations} | {key: cfg[key] for key in TEXT})
     states = out / "states"
     written = arguments({"tokens": cfg.tokens, "out": conversations})

@@ -13,6 +13,7 @@ continues with the next row, and so does a finished one that is given more `toke
 from __future__ import annotations
 
 import hashlib
+import shlex
 import sys
 from itertools import islice
 from math import inf
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 import torch
+from hydra.core.hydra_config import HydraConfig
 from tqdm import tqdm
 
 from methods.common.losses import CHUNK, LIKELIEST, PROBS, Head
@@ -49,6 +51,7 @@ from specbench.system.files import (
     read_record,
     write_json,
 )
+from specbench.system.paths import packaged
 from specbench.system.settings import Count, Natural, NotNegative, Seed, check, check_all
 
 if TYPE_CHECKING:
@@ -159,13 +162,15 @@ def target_sha256(target: PreTrainedModel) -> str:
 def command_for(cfg: DictConfig) -> str:
     """The command that stores the states which a training reads."""
     text = "tokens=1000000" if cfg.conversations is None else f"conversations={cfg.conversations}"
-    if cfg.conversations is not None and not Path(cfg.conversations).is_file():
+    if cfg.conversations is not None and not packaged(cfg.conversations).is_file():
         text += f" split={cfg.split}"
     same = " ".join(f"{name}={cfg[name]}" for name in SAME)
     # Those of EAGLE-3's and DFlash's kinds depend on how many layers the target has.
     unknown = ["DEPTHS"] if cfg.keys() & {"draft_vocab", "taps"} else []
     depths = ",".join(map(str, [*([cfg.exit_layer] if "exit_layer" in cfg else unknown), NORMED]))
-    return f"specbench states pair={cfg.pair.name} {text} {same} taps=[{depths}] out=FOLDER"
+    words = HydraConfig.get().overrides.task if HydraConfig.initialized() else [f"pair={cfg.pair.name}"]
+    pair = shlex.join(word for word in words if word.lstrip("+~").startswith("pair"))
+    return f"specbench states {pair} {text} {same} taps=[{depths}] out=FOLDER"
 
 
 def write(cfg: DictConfig) -> Path:

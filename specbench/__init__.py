@@ -14,7 +14,7 @@ BUNDLED = ROOT / "specbench" / "bundled"
 METHODS = ROOT / "methods"
 if BUNDLED.is_dir():
     METHODS = BUNDLED / "methods"
-    sys.path.append(str(BUNDLED))
+    sys.path.insert(0, str(BUNDLED))  # a package of that name in the user's folder must not hide them
 
 # What decides how threads compute and wait; every process of a run must have the same.
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")

@@ -73,6 +73,7 @@ def test_no_common_name_is_taken(installed):
 
 
 def test_a_run_writes_to_the_working_directory(installed, tmp_path):
+    (tmp_path / "methods.py").touch()  # of the user's, and none of ours
     done = specbench(installed, tmp_path, "run", "method=kangaroo", *SHORT)
     assert done.returncode == 0, done.stderr
     run_dir = tmp_path / done.stdout.splitlines()[-1]

@@ -8,7 +8,7 @@ import torch
 
 from specbench.decoding.device import move_slots, span
 from specbench.decoding.kv_cache import EMPTY, ForwardContext, KVCache
-from specbench.decoding.kv_layout import RaggedLayout
+from specbench.decoding.kv_layout import RaggedLayout, nodes_of
 
 if TYPE_CHECKING:
     from specbench.decoding.kv_layout import Lengths
@@ -81,19 +81,16 @@ class AlignedLayout(RaggedLayout):
     def commit(
         self, batch: Lengths, count: torch.Tensor, counts: list[int], path: torch.Tensor | None
     ) -> None:
-        """Ends a round: the entries of the tokens that were not kept become holes. Nothing moves."""
-        b, end, width = len(counts), self._end, self._width
-        steps = self._entries[:, :width]  # 0 is the pending token
-        if path is None:
-            gone = steps > count.unsqueeze(1)
-            self._ends[:b] = [end + 1 + accepted for accepted in counts]
-        else:
-            # Node i is entry 1 + i; after the path there are indices that are no nodes, or not kept.
-            on_path = torch.arange(path.shape[1], device=path.device) < count.unsqueeze(1)
-            gone = (steps > 0).repeat(b, 1)
-            gone.scatter_(1, (path + 1) * on_path, False)
-            self._ends[:b] = [end + width] * b  # not known on the host: the last node may be anywhere
+        """Ends a round: the entries of the tokens that were not kept become holes. Only a tree's path moves."""
+        b, end, width, n = len(counts), self._end, self._width, max(counts)
+        if path is not None:
+            if n > 0:
+                destinations = self._entries[:, end + 1 : end + 1 + n].expand(b, -1)
+                self.cache.move_entries(end + 1 + nodes_of(path, n), destinations)
+            self._held[:b, end : end + width] = span(batch.seq_lens - 1, width)
+        gone = self._entries[:, :width] > count.unsqueeze(1)  # entry 0 is the pending token's
         self._held[:b, end : end + width].masked_fill_(gone, EMPTY)
+        self._ends[:b] = [end + 1 + accepted for accepted in counts]
 
     def move(self, sources: list[int], destinations: list[int], kv_len: int) -> None:
         """Copies whole slots with the positions of their entries, all at once."""

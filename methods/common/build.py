@@ -116,6 +116,8 @@ def run(step: Step, logs: Path, threads: int, running: dict[str, BaseProcess]) -
         raise SystemExit(f"{step.name} failed ({path}): {last}")
     if step.result.suffix == ".done":
         step.result.touch()
+    if not step.result.exists():
+        raise SystemExit(f"{step.name} left no {step.result} ({path}): does its module run as a program?")
     write_json(step.made_by, {"command": list(step.command)})
 
 

@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from specbench.decoding.cpu.packed_linear import pack_linears
+from specbench.decoding.model.anatomy import check_rope
 from specbench.models.devices import place_weights
 from specbench.models.expansion import Sizes
 from specbench.models.model_source import fetch_small_files
@@ -89,11 +90,23 @@ def read_checkpoint(
 
 
 def config_of(folder: str | Path, what: str, kind: type[Config], settings: Mapping[str, Any]) -> Config:
-    """Makes a part's config. Raises UserError for a setting of the wrong type, or one that does not fit the others."""
+    """Makes a part's config.
+
+    Raises UserError for a setting of the wrong type, one that does not fit the others, or rotary positions that the
+    drafting layers do not have.
+    """
     try:
-        return kind(**settings)
+        config = kind(**settings)
     except (StrictDataclassError, TypeError, ValueError) as error:
         raise UserError(f"{what} in '{folder}' cannot be used: {CONFIG}: {one_line(error)}") from error
+    check_rope(config)
+    rope = {**settings, **(getattr(config, "rope_parameters", None) or {})}
+    if (factor := rope.get("partial_rotary_factor")) not in (None, 1):
+        raise UserError(
+            f"{what} in '{folder}' cannot be used: {CONFIG} sets partial_rotary_factor={factor}, and drafting layers "
+            "rotate whole heads"
+        )
+    return config
 
 
 def fetched(folder: Path, files: Sequence[str]) -> Path:

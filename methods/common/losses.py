@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.nn.functional import linear
+from torch.utils.checkpoint import checkpoint
 
 from specbench.decoding.model.anatomy import finished, logit_steps
 
@@ -20,7 +21,10 @@ if TYPE_CHECKING:
     from specbench.data.training import Batch
     from specbench.decoding.model.anatomy import LogitSteps
 
-CHUNK = 512  # positions whose logits are computed at a time; without checkpoints the backward pass keeps all
+CHUNK = 512  # positions whose logits are computed at a time
+KEPT_LOGITS = (
+    2**28
+)  # of a batch that the backward pass may keep: 2 GiB with their gradient; more are computed again
 LIKELIEST, PROBS = "likeliest", "probs"  # keys of the target's stored distributions in a batch
 
 
@@ -202,13 +206,23 @@ class Loss:
             guesses: of them; either side may be padded to a larger vocabulary than the other.
             truth: the distributions of some goals.
         """
+        vocab = len(guesses[0].head.weight)
+        keeps = self.vocab_sample is not None or len(goals.weights) * len(guesses) * vocab <= KEPT_LOGITS
+
+        def cost(chunk: Goals, *states: torch.Tensor) -> torch.Tensor:
+            likeliest = None if self.vocab_sample is None else chunk.before(batch[LIKELIEST]).long()
+            scored, expected = self.scored(truth(chunk), vocab, likeliest)
+            logits = [scored.raised(guess.head(some, scored.ids)) for guess, some in zip(guesses, states)]
+            losses = [chunk.weights @ cross_entropies(each, expected) for each in logits]
+            return torch.stack([guess.share * loss for guess, loss in zip(guesses, losses)]).sum()
+
         total = torch.zeros((), device=goals.weights.device)
         for chunk in goals.split():
-            likeliest = None if self.vocab_sample is None else chunk.before(batch[LIKELIEST]).long()
-            scored, expected = self.scored(truth(chunk), len(guesses[0].head.weight), likeliest)
-            for guess in guesses:
-                logits = scored.raised(guess.head(chunk.before(guess.states, guess.ahead), scored.ids))
-                total = total + guess.share * (chunk.weights @ cross_entropies(logits, expected))
+            states = [chunk.before(guess.states, guess.ahead) for guess in guesses]
+            one: Any = (
+                cost(chunk, *states) if keeps else checkpoint(cost, chunk, *states, use_reentrant=False)
+            )
+            total = total + one
         return total
 
 

@@ -361,7 +361,8 @@ def target_states(target: StagedModel, batch: Batch, taps: Iterable[int]) -> dic
     if any(name.startswith(HIDDEN) for name in batch):
         raise UserError(
             f"the stored states lack the depths {sorted(missing)}, which this trainer reads: "
-            f"make them with `specbench states taps=[{','.join(map(str, sorted(taps)))}]`"
+            f"make them with `specbench states taps=[{','.join(map(str, sorted(taps)))}]`, and give train_part or "
+            "train_draft the same taps"
         )
     with torch.no_grad():
         return states_of(target.model.get_decoder(), batch["input_ids"], taps)
@@ -443,6 +444,7 @@ def train_draft(
     cfg: DictConfig,
     pair: Pair,
     save_beside: Callable[[Path], None] = lambda _: None,
+    taps: Collection[int] = (),
 ) -> Path:
     """Trains a draft model with a module's loss as configured, and returns its folder.
 
@@ -453,13 +455,13 @@ def train_draft(
         cfg: settings of the trainer.
         pair: with the target.
         save_beside: writes further files of the draft model into the folder.
+        taps: as in `train_part`.
     """
-    held_out = held_out_batches(cfg, pair)
+    arrays = arrays_for(taps)
+    held_out, text = held_out_batches(cfg, pair, arrays), partial(batches, cfg, pair, arrays=arrays)
 
     def save(out: Path, _figures: dict[str, float]) -> None:
         save_model(draft, pair, cfg, out)
         save_beside(out)
 
-    return training.train(
-        module, partial(batches, cfg, pair), lambda: evaluate(held_out), save, cfg, *begins_as(cfg)
-    )
+    return training.train(module, text, lambda: evaluate(held_out), save, cfg, *begins_as(cfg))

@@ -27,7 +27,6 @@ from methods.common.checkpoints import (
     write_checkpoint,
 )
 from methods.dflash.model import BlockConfig, BlockModel
-from specbench.decoding.model.anatomy import check_rope
 from specbench.models.devices import name_of
 from specbench.models.expansion import Expansion
 from specbench.system.errors import UserError
@@ -45,8 +44,7 @@ WHAT = "the weights of the block drafter"
 FILES = (WEIGHTS,)
 FILLS_IN, SELECTS = "DFlashDraftModel", "DFlash2DraftModel"  # z-lab's architectures
 PREDICTS = "Qwen3DSparkModel"  # DeepSpec's
-# Of speculators: by kind, whether each place guesses the token after it by default.
-KIND, KINDS = "speculators_model_type", {"dflash": False, "dspark": True, "dflash2": False}
+KIND, KINDS = "speculators_model_type", ("dflash", "dspark", "dflash2")  # of speculators
 LAYER, STATES, AFTER = "transformer_layer_config", "aux_hidden_state_layer_ids", "sample_from_anchor"
 ARCHITECTURES = (FILLS_IN, SELECTS, PREDICTS, "DFlashSpeculator", "DSparkSpeculator", "DSparkDraftModel")
 NESTED, LAYERS, MASK, FIGURES = "dflash_config", "target_layer_ids", "mask_token_id", "figures"
@@ -101,7 +99,8 @@ def load_blocks(folder: str | Path, target: StagedModel, expansion: Expansion | 
     check_width(folder, WHAT, flat["hidden_size"], width)
     config = _config(folder, flat)
     taps = tuple(i + 1 for i in flat[LAYERS])
-    if not 0 <= min(taps) <= max(taps) <= layers:
+    # Only speculators' name the state after the last layer; transformers' own list has the normed one there.
+    if not 0 <= min(taps) <= max(taps) <= (layers if flat.get(STATES) else layers - 1):
         raise UserError(
             f"{WHAT} in '{folder}' cannot be used: they read the states after layers {flat[LAYERS]}, the "
             f"target has {layers} layers"
@@ -181,6 +180,8 @@ def _problems(flat: dict[str, Any]) -> Iterator[str]:
         "DSpark" in name and name != PREDICTS for name in flat.get("architectures") or []
     ):
         yield f"does not say {KIND}"
+    elif _predicts(flat) is None:
+        yield f"does not say whether each place guesses the token after it ({AFTER})"
     group, width = flat.get("conv_group_size") or 1, flat.get("hidden_size") or 0
     if flat.get("conv_kernel_size") and width % group:
         yield f"sets conv_group_size={group}, which does not divide hidden_size={width}"
@@ -188,28 +189,36 @@ def _problems(flat: dict[str, Any]) -> Iterator[str]:
         yield f"sets {ESTIMATE} without {WITH_MARKOV}"
 
 
+def _predicts(flat: dict[str, Any]) -> bool | None:
+    """Whether each place guesses the token after it, not its own; None if a config.json does not say.
+
+    Speculators' DSpark did the one, later the other; since July 2026 its files say which.
+    """
+    if (after := flat.get(AFTER)) is not None:
+        return bool(after)
+    if flat.get(KIND) != "dspark":
+        return PREDICTS in (flat.get("architectures") or [])
+    proposals = (flat.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    drafted = proposals[0].get("speculative_tokens")
+    return {flat["block_size"]: True, flat["block_size"] - 1: False}.get(drafted)
+
+
 def _config(folder: str | Path, flat: dict[str, Any]) -> BlockConfig:
     """The config of the drafting layers and heads."""
-    predicts = PREDICTS in (flat.get("architectures") or [])
-    if (kind := flat.get(KIND)) is not None:
-        after = flat.get(AFTER)
-        predicts = KINDS[kind] if after is None else after
     names = {*Qwen3Config().to_dict(), "rope_theta", "rope_scaling", "block_size", MASK, MARKOV, *CHOICE}
     chosen = {n: value for n, value in flat.items() if n in names - {"dtype"} and value is not None}
-    config = config_of(
+    return config_of(
         folder,
         WHAT,
         BlockConfig,
         chosen
         | {
-            "fills_in": not predicts,
+            "fills_in": not _predicts(flat),
             "confidence": bool(flat.get(ESTIMATE)),
             "layer_types": ["full_attention"] * flat["num_hidden_layers"],
             "use_sliding_window": False,
         },
     )
-    check_rope(config)
-    return config
 
 
 def _expanded(model: BlockModel, target: StagedModel, expansion: Expansion) -> BlockModel:

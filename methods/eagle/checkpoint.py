@@ -19,7 +19,6 @@ from methods.common.checkpoints import (
     write_checkpoint,
 )
 from methods.eagle.model import EagleModel
-from specbench.decoding.model.anatomy import check_rope
 from specbench.models.expansion import ADDED_ROW, Expansion
 from specbench.system.errors import UserError
 
@@ -58,7 +57,6 @@ def load_eagle(
     check_target(folder, WHAT, settings, target, expansion)
     check_embedding(folder, state.pop(EMBEDDING, None), target)
     config = config_of(folder, WHAT, LlamaConfig, settings | _layer_settings(settings, state))
-    check_rope(config)
     model = EagleModel(config)
     fill(folder, WHAT, model, state)
     if expansion is not None:

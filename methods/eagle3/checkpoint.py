@@ -24,7 +24,6 @@ from methods.common.checkpoints import (
     write_checkpoint,
 )
 from methods.eagle3.model import Eagle3Config, Eagle3Model, default_taps
-from specbench.decoding.model.anatomy import check_rope
 from specbench.models.devices import name_of
 from specbench.models.expansion import Expansion
 from specbench.system.errors import UserError
@@ -266,7 +265,6 @@ def _config(
     if rope_theta is not None:
         parameters = cast("dict[str, Any]", config.rope_parameters)
         config.rope_parameters = {**parameters, "rope_theta": rope_theta}
-    check_rope(config)
     return config
 
 

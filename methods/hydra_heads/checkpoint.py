@@ -25,7 +25,6 @@ from methods.common.checkpoints import (
     write_checkpoint,
 )
 from methods.hydra_heads.heads import Heads, PrefixLayer
-from specbench.decoding.model.anatomy import check_rope
 from specbench.models.expansion import Expansion
 from specbench.system.errors import UserError
 
@@ -101,7 +100,6 @@ def load_heads(
         prefix_settings = settings.get("prefix")
         sizes = layer_sizes(target) if prefix_settings is None else prefix_settings
         config = config_of(folder, WHAT, LlamaConfig, sizes)
-        check_rope(config)
     heads = Heads(
         settings["hydra_num_heads"],
         layers,

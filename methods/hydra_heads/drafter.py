@@ -50,7 +50,8 @@ class HydraHeads(StateHeads):
         loaded, settings = load_heads(weights, self.target, pair.expansion)
         self.heads = lean_copy(loaded)
         self.head = draft_head(pair, self.target)
-        self.upkeep_bytes = 0 if loaded.prefix is None else weight_bytes(loaded.prefix)
+        self.prefix = None if loaded.prefix is None else loaded.prefix.for_drafting(pair)
+        self.upkeep_bytes = 0 if self.prefix is None else self.prefix.pass_bytes()
         self._outputs = [self._own_output(i) for i in range(loaded.heads)]
         squares = [(loaded.layers - 1) * weight_bytes(layer) for layer in loaded.square] or [0] * loaded.heads
         outputs = [self.head.bytes if output is None else weight_bytes(output) for output in self._outputs]
@@ -60,12 +61,12 @@ class HydraHeads(StateHeads):
     def open(self, slots: Slots, target: StagedModel) -> None:
         """Makes room for the state that each sequence drafts from, and for the prefix layer's keys and values."""
         super().open(slots, target)
-        if (prefix := self.heads.prefix) is not None:
+        if (prefix := self.prefix) is not None:
             self._layer_cache = LayerCache(prefix, slots, target)
 
     def begin(self, slot: int, sequence: SequenceState, prefill: Prefill) -> None:
         """Notes the state to draft from, in front of the first pending token."""
-        if (prefix := self.heads.prefix) is None:
+        if (prefix := self.prefix) is None:
             super().begin(slot, sequence, prefill)
             return
         states = prefill.hidden_states[NORMED]
@@ -92,7 +93,7 @@ class HydraHeads(StateHeads):
 
     def commit(self, batch: Batch, verified: Verified) -> None:
         """Notes the state to draft from next, in front of the token that is pending now."""
-        prefix = self.heads.prefix
+        prefix = self.prefix
         if prefix is None:
             super().commit(batch, verified)
             return

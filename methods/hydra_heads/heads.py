@@ -32,6 +32,7 @@ class PrefixLayer(DraftLayer):
     """
 
     taps = (NORMED,)
+    compiled_layers = ("layers.0",)
 
     def __init__(self, config: LlamaConfig, width: int | None = None):
         super().__init__(config, LlamaDecoderLayer(config, layer_idx=0))

@@ -24,7 +24,6 @@ from methods.common.checkpoints import (
     write_checkpoint,
 )
 from methods.common.draft_layer import DraftLayer
-from specbench.decoding.model.anatomy import check_rope
 from specbench.models.expansion import Expansion
 from specbench.system.errors import UserError
 
@@ -104,7 +103,6 @@ def load_adapter(folder: str | Path, target: StagedModel, expansion: Expansion |
     settings, state = read_checkpoint(folder, WHAT, FILES)
     check_target(folder, WHAT, settings, target, expansion)
     config = config_of(folder, WHAT, LlamaConfig, settings)
-    check_rope(config)
     adapter = Adapter(config)
     fill(folder, WHAT, adapter, state)
     if expansion is not None:

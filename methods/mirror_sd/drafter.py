@@ -148,6 +148,8 @@ class MirrorSD(BranchingDrafter):
     ):
         target = pair.staged
         layers = len(target.layers)
+        if exit_layer is not None and candidates == "draft":
+            raise UserError("exit_layer is not used with candidates=draft: leave it out")
         exit_layer = max(1, layers // 2) if exit_layer is None else exit_layer
         if not 0 <= exit_layer <= layers:
             raise UserError(f"exit_layer must lie between 0 and the target's {layers} layers")

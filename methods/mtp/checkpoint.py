@@ -22,7 +22,6 @@ from methods.common.checkpoints import (
     write_checkpoint,
 )
 from methods.mtp.model import MtpModel
-from specbench.decoding.model.anatomy import check_rope
 from specbench.decoding.state import NORMED
 from specbench.models.devices import name_of
 from specbench.models.expansion import CONSTANT, NORM_WEIGHT, Expansion
@@ -142,9 +141,7 @@ def _config(folder: str | Path, flat: dict[str, Any]) -> Qwen3Config:
     names = {*Qwen3Config().to_dict(), "rope_theta", "rope_scaling"} - {"dtype"}
     chosen = {name: value for name, value in flat.items() if name in names and value is not None}
     fixed = {"num_hidden_layers": 1, "layer_types": ["full_attention"], "use_sliding_window": False}
-    config = config_of(folder, WHAT, Qwen3Config, chosen | fixed)
-    check_rope(config)
-    return config
+    return config_of(folder, WHAT, Qwen3Config, chosen | fixed)
 
 
 def _expanded(model: MtpModel, target: StagedModel) -> MtpModel:

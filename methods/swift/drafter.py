@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from methods.common.rank_trees import likeliest_ids
 from methods.swift.search import LayerSearch, Skipped
 from methods.swift.sublayers import Sublayers, check_parts
 from specbench.decoding.drafter import Drafter, Needs
@@ -207,9 +208,11 @@ def _look(logits: torch.Tensor) -> tuple[torch.Tensor, list[list[float]]]:
         [b, 1] the likeliest, on the device; and on the host, of each sequence, its probability, then the ids of the
         WIDEST likeliest.
     """
-    likely, best = logits.float().softmax(-1).topk(min(WIDEST, logits.shape[-1]))
+    logits = logits.float()
+    best = likeliest_ids(logits, min(WIDEST, logits.shape[-1]))
+    sure = (logits.gather(1, best[:, :1]) - logits.logsumexp(-1, keepdim=True)).exp()
     # One copy for both; a double holds every id.
-    return best[:, :1], torch.cat([likely[:, :1].double(), best.double()], dim=1).tolist()
+    return best[:, :1], torch.cat([sure.double(), best.double()], dim=1).tolist()
 
 
 def replay(batch: Batch, i: int, start: int, n: int) -> tuple[KVCache, ForwardContext]:

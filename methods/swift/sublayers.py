@@ -63,7 +63,7 @@ class Sublayers:
     def without(self, attention: Collection[int], mlp: Collection[int]) -> StagedModel:
         """The target without some of them, for drafting. It shares weights and caches.
 
-        Its passes are neither captured nor widened, and its layers are not compiled.
+        Its passes are neither captured nor widened, and the layers that lack a part are not compiled.
 
         Args:
             attention: layers whose attention is left out.
@@ -72,7 +72,10 @@ class Sublayers:
         target, layers, read = self.target, [], []
         twin = copy.copy(target)
         for i, (layer, pair) in enumerate(zip(target.layers, self._mlp_gives_pair)):
-            layers.append(thinned(layer, i in attention, i in mlp, pair))
+            if i in attention or i in mlp:
+                layers.append(thinned(layer, i in attention, i in mlp, pair))
+            else:
+                layers.append(layer if target.stack.compiled is None else target.stack.compiled[i])
             attention_bytes, mlp_bytes = self._bytes[i]
             left = target.layer_bytes[i] - (i in attention) * attention_bytes - (i in mlp) * mlp_bytes
             read.append(0 if i in attention and i in mlp else left)
@@ -91,7 +94,7 @@ def check_parts(layer: torch.nn.Module) -> None:
 
 
 def thinned(layer: torch.nn.Module, attention: bool, mlp: bool, mlp_gives_pair: bool) -> torch.nn.Module:
-    """A layer without some of its parts, sharing the weights of the others.
+    """A layer without one of its parts or both, sharing the weights of the others.
 
     Args:
         layer: of a model, as `lean_copy` makes it.
@@ -99,8 +102,6 @@ def thinned(layer: torch.nn.Module, attention: bool, mlp: bool, mlp_gives_pair: 
         mlp: whether its feed-forward part is.
         mlp_gives_pair: whether that part returns states and scores, as a router's does in some families.
     """
-    if not attention and not mlp:
-        return layer
     if attention and mlp:
         return _Unchanged()
     twin = copy.copy(layer)

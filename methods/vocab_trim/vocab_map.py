@@ -90,11 +90,13 @@ def kept_ids(source: str | Path, pair: Pair, size: int | None) -> list[int]:
         )
     counted = content.get("tokens")
     vocabulary = sorted(pair.tokenizer.get_vocab().values())
+    forced = always_kept(pair.tokenizer, pair.stop_ids)
     if len({*ids}) < len(ids) or not {*ids} <= {*vocabulary}:
         raise UserError(
             f"the vocabulary map '{path}' is broken: it lists an id twice, or an id without a token"
         )
-    forced = always_kept(pair.tokenizer, pair.stop_ids)
+    # A tokenizer may have tokens that no head scores, such as one for images.
+    ids, vocabulary, forced = ([i for i in some if i < pair.vocab_size] for some in (ids, vocabulary, forced))
     if size is not None and not len(forced) <= size <= len(vocabulary):
         raise UserError(
             f"vocab.size must lie between {len(forced)} (special tokens) and {len(vocabulary)}, not {size}"

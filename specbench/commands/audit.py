@@ -45,7 +45,7 @@ def audit(cfg: DictConfig) -> int:
         raise UserError("again= is a second set of plain answers: name the first as plain=FILE")
     files = {name: existing_file(path) for name, path in named.items() if path is not None}
     if cfg.out is not None and (Path(cfg.out).is_dir() or not Path(cfg.out).parent.is_dir()):
-        raise UserError(f"out={cfg.out}: name a file in a folder that is there")
+        raise UserError(f"out={cfg.out}: name a file in a folder that exists")
     if cfg.out is not None and Path(cfg.out).resolve() in [path.resolve() for path in files.values()]:
         raise UserError(f"out={cfg.out} would replace answers that are judged: name another file")
     # Late: torch takes seconds.

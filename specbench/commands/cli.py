@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 import re
 import signal
@@ -12,7 +11,7 @@ import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
-from specbench import CONF, __version__
+from specbench import CONF, METHODS, __version__
 from specbench.system.errors import UserError, one_line_errors, suggest
 
 KEYS = "KEY=VALUE ..."
@@ -332,8 +331,7 @@ def run(arguments: list[str]) -> int:
 
 def trainers() -> list[str]:
     """Names of the methods that have a trainer."""
-    [package] = importlib.util.find_spec("methods").submodule_search_locations  # type: ignore[union-attr, misc] # a package
-    return sorted(path.parent.name for path in Path(package).glob("*/train.py"))
+    return sorted(path.parent.name for path in METHODS.glob("*/train.py"))
 
 
 def overview() -> str:

@@ -68,16 +68,18 @@ def _copied(source: Path, to: Path) -> Path:
     """Copies a file or folder unless it is there already. Raises UserError if it cannot be written."""
     if source.resolve() == to.resolve():
         return to
+    partial = to.with_name(f"partial-{to.name}")  # what was stopped has another name than what is whole
     try:
         with file_errors(writing=to):
-            copy = (
-                shutil.copytree(source, to, dirs_exist_ok=True)
-                if source.is_dir()
-                else shutil.copyfile(source, to)
-            )
+            shutil.rmtree(partial, ignore_errors=True)
+            if source.is_dir():
+                shutil.copytree(source, partial)
+                shutil.rmtree(to, ignore_errors=True)
+            else:
+                shutil.copyfile(source, partial)
+            return partial.replace(to)
     except shutil.Error as error:  # of several files
         raise UserError(f"cannot write {to}: {one_line(error)}") from error
-    return Path(copy)
 
 
 @one_line_errors()

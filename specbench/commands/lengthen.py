@@ -21,6 +21,7 @@ from specbench.config.compose import program
 from specbench.data.conversations import own_text, read
 from specbench.system.errors import UserError
 from specbench.system.files import make_folder, write_atomic
+from specbench.system.paths import packaged
 from specbench.system.settings import Count, Natural, Seed, check_all
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ SETTINGS = {
 }
 ORDER = "Summarize document {number} of the {total} documents above in a few sentences."
 ENOUGH = 2  # tokens of documents to choose from, in multiples of the longest prompt, if the text has no end
+TOO_MANY = 10_000  # conversations in a row without an answer that is long enough
 
 
 def lengthen(cfg: DictConfig) -> Path:
@@ -61,7 +63,7 @@ def lengthen(cfg: DictConfig) -> Path:
             f"lengths={max(cfg.lengths)} and room={cfg.room} for an answer do not fit into the context of "
             f"{pair.context_length} tokens"
         )
-    if cfg.conversations and Path(cfg.conversations).resolve() == Path(cfg.out).resolve():
+    if cfg.conversations and packaged(cfg.conversations).resolve() == Path(cfg.out).resolve():
         raise UserError(f"out={cfg.out} would replace the conversations: name another file")
     texts = documents(cfg, pair)
     rows: list[dict] = []
@@ -86,14 +88,16 @@ def documents(cfg: DictConfig, pair: Pair) -> list[str]:
     """Distinct answers of at least `cfg.words` words; from a text without an end, only as many as are needed."""
     rows = read(cfg.conversations) if cfg.conversations else own_text(cfg.pair, cfg.seed)
     texts: dict[str, None] = {}
-    tokens, wanted = 0, ENOUGH * max(cfg.lengths)
+    tokens, wanted, vain = 0, ENOUGH * max(cfg.lengths), 0
     for messages in rows:
+        vain += 1  # conversations since the last long enough answer
         for message in messages:
             text = message["content"].strip()
             if message["role"] == "assistant" and len(text.split()) >= cfg.words and text not in texts:
                 texts[text] = None
                 tokens += len(pair.encode(text))
-        if cfg.conversations is None and tokens >= wanted:
+                vain = 0
+        if cfg.conversations is None and (tokens >= wanted or vain == TOO_MANY):
             break
     if tokens < max(cfg.lengths):
         raise UserError(

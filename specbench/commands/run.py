@@ -116,7 +116,7 @@ def end(job: Job, code: int, reason: str | None = None) -> None:
         return
     if code == 2 and not (job.run_dir / LOG).exists():
         # The runner has already printed here, in one line, what the user must correct.
-        if job.cfg.get("run_dir") is None and store.discard_unused(job.run_dir):
+        if store.discard_unused(job.run_dir):  # the corrected command may have the same `run_dir`
             job.run_dir = None
         return
     if store.is_complete(job.run_dir):

@@ -294,7 +294,7 @@ def located(group: Mapping, what: str, *kinds: type) -> type:
     except (ImportError, AttributeError, ValueError) as error:
         raise UserError(f"{what}._target_={target} cannot be imported: {one_line(error)}") from error
     if not (isinstance(cls, type) and issubclass(cls, kinds)):
-        raise UserError(f"{what}._target_={target} is no {' or '.join(kind.__name__ for kind in kinds)}")
+        raise UserError(f"{what}._target_={target} is not a {' or '.join(kind.__name__ for kind in kinds)}")
     return cls
 
 

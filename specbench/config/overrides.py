@@ -156,6 +156,8 @@ def explain(
     if isinstance(error, OverrideParseException):
         word = error.override
         name, equals, value = word.partition("=")
+        if equals and value.startswith("~"):
+            return f"{word} cannot be read: write {name}=$HOME{value[1:]}"
         if equals:
             return f"{word} cannot be read: quote the text, {name}={shlex.quote(quoted(value))}, or close its brackets"
         near = f": did you mean method={word}?" if word in choices_of("method") else ""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 from itertools import count, dropwhile, islice
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from tqdm import tqdm
@@ -13,6 +12,7 @@ from tqdm import tqdm
 from specbench.data.contamination import MeasuredTexts, Screen
 from specbench.data.questions import MissingQuestionsError, file_questions, find_questions_file
 from specbench.system.errors import UserError, warn
+from specbench.system.paths import packaged
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -92,7 +92,7 @@ def screen_of(cfg: DictConfig, measured: MeasuredTexts, held_out: bool = False) 
     if cfg.conversations is None:
         source = (str(cfg.pair.training), cfg.seed, held_out)
     elif is_file(cfg.conversations):
-        path = Path(cfg.conversations).resolve()
+        path = packaged(cfg.conversations).resolve()
         status = path.stat()
         source = (path, status.st_ino, status.st_size, status.st_mtime_ns)
     else:
@@ -168,9 +168,9 @@ def own_text(pair_cfg: DictConfig, seed: int, held_out: bool = False) -> Iterato
 
 def is_file(source: str) -> bool:
     """Whether conversations are a file, not a data set on the hub. Raises UserError for a file that is not there."""
-    if Path(source).is_file():
+    if packaged(source).is_file():
         return True
-    if Path(source).suffix in (".json", ".jsonl") or source.count("/") > 1:
+    if packaged(source).suffix in (".json", ".jsonl") or source.count("/") > 1:
         raise UserError(f"no conversations file '{source}'")
     return False
 
@@ -178,7 +178,7 @@ def is_file(source: str) -> bool:
 def read(source: str, split: str = "train") -> Iterator[Messages]:
     """One pass over a file or data set, row by row."""
     if is_file(source):
-        with open(source, "rb") as lines:  # bytes that are no text are a fault of their line
+        with open(packaged(source), "rb") as lines:  # bytes that are no text are a fault of their line
             for number, line in enumerate(lines, 1):
                 if not line.strip():
                     continue

@@ -258,7 +258,7 @@ def data_of(cfg: DictConfig) -> str:
         return (
             f"{name}({', '.join(f'{key}={value}' for key, value in settings.items())})" if settings else name
         )
-    path = Path(cfg.conversations)
+    path = packaged(cfg.conversations)
     return f"sha256:{file_sha256(path)}" if path.is_file() else f"{cfg.conversations}:{cfg.split}"
 
 
@@ -368,7 +368,7 @@ def is_finished(cfg: DictConfig) -> bool:
     out = Path(cfg.out)
     if not (out / RECORD).exists():
         if (out / "config.json").exists() and not (out / "checkpoints").exists():
-            raise UserError(f"{out} holds a model that is no training's: name another folder with out=")
+            raise UserError(f"{out} holds a model that no training run wrote: name another folder with out=")
         return False
     if not (out / CONDITIONS).exists():
         raise UserError(

@@ -13,7 +13,7 @@ judged as a whole instead: block verification (Sun et al. 2024, algorithm 2) kee
 One rule is lossy and serves as a control that the certificate must detect: typical acceptance (Cai et al. 2024, section
 2.3.2) keeps tokens that the target finds likely enough, even if they are not its own choice.
 
-All functions handle a batch of b sequences, without loops over sequences or tree nodes and without waiting.
+All functions handle a batch of b sequences without loops over sequences or tree nodes, and on a GPU without waiting.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from specbench.decoding.tree import Tree
 
 THRESHOLD, ALPHA = 0.09, 0.3  # of typical acceptance, in the authors' code
+UNREACHED = -2  # in place of the target's token at a node that cannot be accepted
 
 
 @dataclass(slots=True)
@@ -74,7 +75,9 @@ def accept(
     if draft.tree is not None:
         return _accept_tree(logits, draft, draft.tree, decoding, uniforms, valid_mask)
     if uniforms is None or draft.probs is None:
-        choices, _ = decoding.select(logits, None if uniforms is None else uniforms[:, : 1 + k, TARGET])
+        numbers = None if uniforms is None else uniforms[:, : 1 + k, TARGET]
+        parents = torch.arange(k, device=logits.device).expand(b, -1)
+        choices = target_choices(logits, draft.tokens, parents, decoding, numbers)
         if decoding.verification == TYPICAL:
             fits = (choices[:, :-1] == draft.tokens) | is_typical(logits[:, :-1], draft.tokens)
             count = leading(fits, valid_mask)
@@ -85,6 +88,37 @@ def accept(
         rule, accepting = block_chain, uniforms[:, :k, ACCEPT : ACCEPT + k].diagonal(dim1=1, dim2=2)
     count, rest = rule(decoding.probs(logits), draft.tokens, draft.probs, accepting, valid_mask)
     return outcome(draft.tokens, count, sample_inverse_cdf(rest, _at(uniforms[..., TARGET], count)))
+
+
+def target_choices(
+    logits: torch.Tensor,
+    tokens: torch.Tensor,
+    parents: torch.Tensor,
+    decoding: SamplingParams,
+    numbers: torch.Tensor | None,
+) -> torch.Tensor:
+    """The target's own token [b, 1 + k] after the pending token and each node, `UNREACHED` where none is needed.
+
+    A draw reads a whole distribution several times. On a CPU, where the host may look, only nodes that are reached
+    through the target's own tokens get one, level by level.
+
+    Args:
+        logits: [b, 1 + k, vocab].
+        tokens: [b, k] the nodes.
+        parents: [b, k] the row of the verification that each node follows.
+        decoding: how tokens are chosen.
+        numbers: [b, 1 + k] to draw with; None when greedy.
+    """
+    if numbers is None or logits.device.type != "cpu":
+        return decoding.select(logits, numbers)[0]
+    choices = parents.new_full((tokens.shape[0], 1 + tokens.shape[1]), UNREACHED)
+    reached = torch.zeros_like(choices, dtype=torch.bool)
+    reached[:, 0] = True
+    while reached.any():
+        choices[reached], _ = decoding.select(logits[reached], numbers[reached])
+        fits = (choices.gather(1, parents) == tokens) & reached.gather(1, parents)
+        reached = torch.nn.functional.pad(fits, (1, 0))
+    return choices
 
 
 def outcome(
@@ -111,7 +145,7 @@ def _accept_tree(
         numbers = None
         if uniforms is not None:  # a node of depth d is d positions after the pending token
             numbers = uniforms[..., TARGET].gather(1, tree.offsets().expand(b, -1))
-        choices, _ = decoding.select(logits, numbers)
+        choices = target_choices(logits, draft.tokens, parents + 1, decoding, numbers)
         fits = choices.gather(1, parents + 1) == draft.tokens
         if decoding.verification == TYPICAL:
             rows = (parents + 1).unsqueeze(-1).expand(-1, -1, logits.shape[-1])
@@ -300,7 +334,8 @@ def sampled_tree(
     with independent draws it is the same for all of them (SpecInfer), without replacement it lacks the tokens of the
     earlier ones (Sequoia, Chen et al. 2024). The share of each rejected child is subtracted from p before the next one
     is tried. The outcome at a node does not depend on how it was reached, so all nodes are tried at once: first their
-    first children, then their second ones.
+    first children, then their second ones. Each turn touches only nodes with so many children: with a vocabulary of
+    50,000 ids, distributions of all nodes in all turns would be more bytes than a target's weights.
 
     Args:
         probs: [b, k + 1, vocab] the target's distributions.
@@ -317,24 +352,31 @@ def sampled_tree(
     b, k = tokens.shape
     tried = torch.ones_like(tokens, dtype=torch.bool) if valid_mask is None else valid_mask
     parents, order = (tree.parents + 1).expand(b, -1), tree.siblings_before().expand(b, -1)
-    p, slots = probs, torch.arange(b, device=tokens.device).unsqueeze(1)
+    rest, slots = probs.clone(), torch.arange(b, device=tokens.device).unsqueeze(1)
     open_ = torch.ones(b, k + 1, dtype=torch.bool, device=tokens.device)  # nodes without an accepted child
+    children = torch.zeros_like(open_, dtype=torch.int64).scatter_add_(1, parents, torch.ones_like(parents))
+    by_children = children.argsort(dim=1, descending=True)
     taken = torch.zeros_like(tried)
     for turn in range(k if tree.max_children is None else tree.max_children):
-        now = (order == turn) & tried
-        # The child of each node to try now; k if there is none.
+        # At most k // (turn + 1) nodes have a child of this turn. A CPU counts them: there the host need not wait.
+        most = k // (turn + 1) if tokens.device.type != "cpu" else int((children > turn).sum(1).max())
+        if most == 0:
+            break
+        rows, now = by_children[:, :most], (order == turn) & tried
+        # The child of each of these nodes to try now; k if there is none.
         child = torch.full((b, k + 2), k, device=tokens.device)
         child.scatter_(
             1, parents.masked_fill(~now, k + 1), torch.arange(k, device=tokens.device).expand(b, -1)
         )
-        child = child[:, : k + 1]
-        has, child = (child < k) & open_, child.clamp(max=k - 1)
-        q, token = draft_probs[slots, child], tokens.gather(1, child)
+        child = child.gather(1, rows)
+        has, child = (child < k) & open_.gather(1, rows), child.clamp(max=k - 1)
+        p, q, token = rest[slots, rows], draft_probs[slots, child], tokens.gather(1, child)
         chance, share = _at(p, token), _at(q, token)
         accepted = has & (uniforms.gather(1, child) * share * p.sum(-1) < chance)
-        taken = taken | (now & accepted.gather(1, parents))
+        closed = torch.zeros_like(open_).scatter_(1, rows, accepted)
+        taken = taken | (now & closed.gather(1, parents))
         rejected = (has & ~accepted).unsqueeze(-1)
-        p = torch.where(rejected, residual(p / p.sum(-1, keepdim=True), q), p)
-        open_ = open_ & ~accepted
+        rest[slots, rows] = torch.where(rejected, residual(p / p.sum(-1, keepdim=True), q), p)
+        open_ = open_ & ~closed
     count, path, last = longest_path(taken, tree)
-    return count, path, _row(p, last)
+    return count, path, _row(rest, last)

@@ -7,6 +7,7 @@ when, as with our own arms.
 from __future__ import annotations
 
 import math
+import socket
 import sys
 import threading
 import time
@@ -15,6 +16,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
+
+import psutil
 
 from specbench.decoding.sampling import truncate_at_stop
 from specbench.decoding.trace import Generation, Step, counted
@@ -43,7 +46,6 @@ ENDING = 1.0  # seconds that a server which broke off gets to end
 LEAST_MERGED = 3  # in one answer: a short one may arrive in a few pieces
 MERGED = 0.25  # of the plain server's passes: if more have several tokens, it drafts and is not just busy
 PLAIN, SPECULATIVE = "plain", "speculative"
-LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
 class ServedEngine:
@@ -112,7 +114,7 @@ class ServedEngine:
     def ports(self) -> set[int]:
         """Ports of servers on this machine that are not ours: their work does not count as a disturbance."""
         urls = [urlsplit(server.url) for server in self.servers.values() if not server.is_ours]
-        return {url.port for url in urls if url.hostname in LOCAL and url.port is not None}
+        return {url.port for url in urls if url.port is not None and is_here(url.hostname)}
 
     def open(self, prompts: Sequence[Request]) -> None:
         """Starts both servers and checks them before anything is timed.
@@ -403,3 +405,13 @@ def _check_read(name: str, reply: Reply, request: Request) -> None:
     for key, value in reply.echoed.items():
         if not math.isclose(value, wanted[key], abs_tol=1e-6):
             raise UserError(f"the {name} server took {key}={value}, not {wanted[key]}")
+
+
+def is_here(host: str | None) -> bool:
+    """Whether a host, by name or address, is this machine."""
+    try:
+        addresses = {entry[4][0] for entry in socket.getaddrinfo(host, None)}
+    except OSError:  # a name that nobody knows
+        return False
+    of_cards = {card.address.partition("%")[0] for cards in psutil.net_if_addrs().values() for card in cards}
+    return not addresses.isdisjoint(of_cards)

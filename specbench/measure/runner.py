@@ -383,8 +383,9 @@ def facts(bench: Bench) -> dict:
         "unit": setup.spec.unit,
         "reference_answer": setup.spec.needs.reference_answer,
         "any_length": setup.spec.needs.any_length,
-        "longest_path": setup.drafter.max_draft_tokens,
-        "max_nodes": setup.drafter.max_nodes,
+        # A batch's token budget may shorten drafts.
+        "longest_path": min(setup.drafter.max_draft_tokens, setup.verify_tokens - 1),
+        "max_nodes": min(setup.drafter.max_nodes, setup.verify_tokens - 1),
         "slice_seconds": conductor.slice_seconds,
         "training": bench.training,
         "trained_weights": bench.trained_weights,

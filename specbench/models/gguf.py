@@ -191,9 +191,7 @@ def _scale_rope(config: Any, reader: Any) -> None:
     if not rope or rope.get("rope_type", "default") != "default":
         return
     if unread := sorted(t.name for t in reader.tensors if t.name.startswith("rope_factors")):
-        raise UserError(
-            f"{unread[0]} scales rotary positions in a way that is not read: name the original model"
-        )
+        raise UserError(f"{unread[0]} scales rotary positions in an unsupported way: name the original model")
     rotated = _field(reader, ".rope.dimension_count")
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     share = rope.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1.0

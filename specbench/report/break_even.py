@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from specbench.config.spec import without_group
+from specbench.report.decision import draft_length
 from specbench.report.labels import labels, pair_names
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def break_evens(summaries: Iterable[Mapping]) -> dict[str, Curve]:
         settings = _settings(summary)
         cost = settings.get(COST)
         name = f"{label}{f' at the cost of {cost}' if cost else ''}, {pair}"
-        at = settings[LENGTH], summary["batch_size"]
+        at = cast("int", draft_length(summary)), summary["batch_size"]
         speedups.setdefault(name, {}).setdefault(at, {})[settings[ACCEPTANCE]] = summary["overall"]
     curves = {
         name: {at: _of_runs(of_name[at], at[0]) for at in sorted(of_name) if len(of_name[at]) > 1}
@@ -60,12 +61,12 @@ def break_evens(summaries: Iterable[Mapping]) -> dict[str, Curve]:
     return {name: curve for name, curve in curves.items() if curve}
 
 
-def expected_length(acceptance: float, draft_length: int) -> float:
+def expected_length(acceptance: float, drafted: int) -> float:
     """Tokens that a round emits if each draft token is accepted independently (Leviathan et al. 2023, eq. 1)."""
-    return sum(acceptance**i for i in range(draft_length + 1))
+    return sum(acceptance**i for i in range(drafted + 1))
 
 
-def crossing(points: Mapping[float, float], draft_length: int) -> float:
+def crossing(points: Mapping[float, float], drafted: int) -> float:
     """The acceptance from which on the speedup stays at 1 or above.
 
     Between two points it is interpolated: speedup = expected tokens of a round / cost of a round, and the logarithm of
@@ -73,7 +74,7 @@ def crossing(points: Mapping[float, float], draft_length: int) -> float:
 
     Args:
         points: speedup by acceptance.
-        draft_length: of all of them.
+        drafted: draft tokens of a round, in all of them.
 
     Returns:
         -inf if every speedup is 1 or above; inf if the last is below.
@@ -88,19 +89,19 @@ def crossing(points: Mapping[float, float], draft_length: int) -> float:
         return math.inf
     ends = curve[below[-1] : below[-1] + 2]
     acceptances = [acceptance for acceptance, _ in ends]
-    costs = [math.log(expected_length(acceptance, draft_length) / speedup) for acceptance, speedup in ends]
+    costs = [math.log(expected_length(acceptance, drafted) / speedup) for acceptance, speedup in ends]
 
     def log_speedup(acceptance: float) -> float:
         cost = float(np.interp(acceptance, acceptances, costs))
-        return math.log(expected_length(acceptance, draft_length)) - cost
+        return math.log(expected_length(acceptance, drafted)) - cost
 
     return bisect(log_speedup, *acceptances)
 
 
-def _of_runs(overall: Mapping[float, Mapping], draft_length: int) -> BreakEven:
+def _of_runs(overall: Mapping[float, Mapping], drafted: int) -> BreakEven:
     def at(key: str) -> float | None:
         speedups = {acceptance: numbers[key] for acceptance, numbers in overall.items()}
-        return None if None in speedups.values() else crossing(speedups, draft_length)
+        return None if None in speedups.values() else crossing(speedups, drafted)
 
     value = cast("float", at("speedup"))  # every run has one
     return BreakEven(value, at("speedup_high"), at("speedup_low"), (min(overall), max(overall)))

@@ -318,7 +318,10 @@ def relative(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
     measured = [(one.ratio.value, one, other) for one, other in ratios if one.ratio.value is not None]
     if not measured:
         return Speedup(None, None, None), "; ".join(apart)
-    _, (ratio, count, unit), rivals = min(measured, key=lambda item: item[0])
+    _, (strongest, count, unit), rivals = min(measured, key=lambda item: item[0])
+    # The interval of the smallest ratio: any rival may be the strongest.
+    lows, highs = ([getattr(one.ratio, end) for _, one, _ in measured] for end in ("low", "high"))
+    ratio = Speedup(strongest.value, *(None if None in ends else min(ends) for ends in (lows, highs)))
     batch = f", batch {rivals[0].summary['batch_size']}" if rivals[0].unit == POOL else ""
     means = f", means over {len(values)} values of {key}" if key else ""
     name = _named(ours[0])

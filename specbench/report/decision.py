@@ -359,7 +359,8 @@ def facts(decision: Decision) -> list[str]:
 def setting_key(summary: dict, batches: bool = True) -> tuple[str, ...]:
     """The key of a setting: what alternatives share, in words, and the values of `UNSAID`.
 
-    It contains size and pools of a batch only if `batches`.
+    It contains size and pools of a batch only if `batches`, and what a run chooses by itself for such a batch: its
+    threads, and the faster baseline.
     """
     shared = {key: summary.get(key) for key in SETTING}
     shared["batch_size"] = batch_size(summary) if batches else None
@@ -370,9 +371,9 @@ def setting_key(summary: dict, batches: bool = True) -> tuple[str, ...]:
         for key, value in shared.items()
         if value is not None and USUAL.get(key) != value
     ]
-    if (threads := summary.get("threads")) is not None:
+    if batches and (threads := summary.get("threads")) is not None:
         words.append(f"{threads} threads" if threads != 1 else "1 thread")
-    if summary["baseline"]["quoted_against"] != ENGINE:
+    if batches and summary["baseline"]["quoted_against"] != ENGINE:
         words.append("against generate")
     words += filter(None, of_engine(summary).values())
     return ", ".join(words), *(str(summary.get(key)) for key in UNSAID)
@@ -383,7 +384,7 @@ def batch_size(summary: dict) -> int:
     return summary["batch_size"] if summary["unit"] == POOL else 1
 
 
-def draft_length(summary: dict) -> int | None:
+def draft_length(summary: Mapping) -> int | None:
     """The most tokens of a path of a draft, under any of `LENGTHS`; None without such a setting."""
     settings = summary["settings"]
     if (key := next((key for key in LENGTHS if key in settings), None)) is None:

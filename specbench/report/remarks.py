@@ -105,7 +105,9 @@ def changed_drafts_line(summary: dict) -> str:
     changed = summary.get("changed_drafts")
     if not changed:
         return ""
-    return f"DRAFTS CHANGED between repeats of {paired_over(changed, 'question')}: does it keep something of an answer?"
+    return (
+        f"DRAFTS CHANGED between repeats of {paired_over(changed, 'question')}: does state outlive an answer?"
+    )
 
 
 def disturbed(summary: dict) -> str:
@@ -346,7 +348,7 @@ def memories(runs: Iterable[Run]) -> list[str]:
     """A line for each kind of state that was not empty when an answer began, with the runs that had it."""
     names_by_kind: dict[str, list[str]] = {}
     for run in runs:
-        if run.summary["drift"]:
+        if run.summary["learns"]:
             names_by_kind.setdefault("carries over between answers", []).append(run.name)
         if (record := run.summary.get("training", {}).get(WARM)) is not None:
             names_by_kind.setdefault(warmed_with(record), []).append(run.name)

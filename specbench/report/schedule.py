@@ -191,7 +191,7 @@ def main() -> int:
             print(f"SGLang cannot be told not to draft, as at batch size {', '.join(zeros)}.")
         smallest, largest = min(schedule.lengths), max(schedule.lengths)
         if smallest > 1:
-            print(f"Batches smaller than {smallest} were not measured: they take its length.")
+            print(f"Batches smaller than {smallest} were not measured: they use its draft length.")
         print(f"Batches larger than {largest} were not measured.\n")
     return 0
 

@@ -42,9 +42,14 @@ PANELS = 3
 
 
 def throughput(summaries: Iterable[dict]) -> Figure | None:
-    """Tokens per second over the batch size, of many methods the fastest. None without a batch of two or more."""
+    """Tokens per second over the batch size, of many methods the fastest; runs with a fault are left out.
+
+    None without a batch of two or more.
+    """
     lines: dict[str, dict[int, float]] = {}
-    of_pools = [s for s in summaries if s["unit"] == POOL and s["overall"]["tokens_per_second"]]
+    of_pools = [
+        s for s in verdicts.sound(summaries) if s["unit"] == POOL and s["overall"]["tokens_per_second"]
+    ]
     for name, summary in zip(labels(of_pools, without=("batch_size",)), of_pools):
         lines.setdefault(name, {})[summary["batch_size"]] = summary["overall"]["tokens_per_second"]
     fastest = sorted(lines, key=lambda name: -max(lines[name].values()))[:MAX_SERIES]
@@ -102,7 +107,7 @@ def engines(summaries: Iterable[dict]) -> Figure | None:
 
 def break_even(summaries: Iterable[dict]) -> Figure | None:
     """The acceptance at which the speedup is 1, over the batch size, a line per draft length; a panel per drafter."""
-    curves = break_evens(summaries)
+    curves = break_evens(verdicts.sound(summaries))
     if not curves:
         return None
     shown = dict(list(curves.items())[:PANELS])
@@ -162,7 +167,7 @@ def regimes(summaries: Iterable[dict]) -> Figure | None:
 
     Models that were not expanded are single points, with their names beside them.
     """
-    summaries = list(summaries)
+    summaries = verdicts.sound(summaries)
     lines = by_size(summaries)
     if not lines:
         return None

@@ -145,11 +145,11 @@ def engines_table(summaries: Iterable[dict]) -> Table | None:
 def pairs_table(summaries: Iterable[dict]) -> Table | None:
     """Overall speedups, a row per method (and its settings), a column per pair, and the mean over the pairs.
 
-    None unless a method was run on several pairs; the others are left out, and so are runs with violations. A method
-    that was run several times on a pair shows its last run with the most questions; runs that differ in more than the
+    None unless a method was run on several pairs; the others are left out, and so are runs with a fault. A method that
+    was run several times on a pair shows its last run with the most questions; runs that differ in more than the
     pair (the size of a batch) have separate rows. Each pair has its own number of questions of a task.
     """
-    summaries = [summary for summary in summaries if not verdicts.violates(summary)]
+    summaries = verdicts.sound(summaries)
     cells: dict[str, dict[str, dict]] = {}
     names = labels(summaries, without=("pair", "limit"))
     changes = [_changes(summary) for summary in summaries]

@@ -25,6 +25,7 @@ from tqdm import tqdm
 
 from specbench.data.ngrams import distinct_share
 from specbench.report.cells import NUMBER, PlainTable, console
+from specbench.system.errors import one_line_errors
 from specbench.tiny import models, world
 from specbench.tiny.tokenizer import load_tokenizer
 from specbench.tiny.train import MODELS, SHIPPED
@@ -231,13 +232,18 @@ def _quoted(text: str) -> list[str]:
     return ["```text", *text.splitlines(), "```"]
 
 
+@one_line_errors()
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m specbench.tiny.soundness", description=__doc__.splitlines()[0]
     )
     number = {"type": int, "metavar": "N"}
-    parser.add_argument("--weights", type=Path, default=SHIPPED / "weights", help="folder of the family")
+    parser.add_argument(
+        "--weights",
+        type=Path,
+        help=f"folder of a family, which gets {RESULT} (default: the shipped one, which does not)",
+    )
     parser.add_argument("--per-task", **number, default=40, help="of the benchmark's questions (default: 40)")
     parser.add_argument(
         "--others", **number, default=200, help="questions of a task beside them (default: 200)"
@@ -247,13 +253,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--answers", type=Path, help="write ten answers per task into this file, and do no more"
     )
     options = parser.parse_args(arguments)
+    weights = options.weights or SHIPPED / "weights"
     if options.answers:
-        page = answers_page(options.weights, options.max_new_tokens)
+        page = answers_page(weights, options.max_new_tokens)
         options.answers.write_text(page, encoding="utf-8")
         return 0
     asked = questions(options.per_task, options.others)
-    found = measure(options.weights, asked, options.max_new_tokens)
-    (options.weights / RESULT).write_text(json.dumps(found, indent=2) + "\n")
+    found = measure(weights, asked, options.max_new_tokens)
+    if options.weights:
+        (weights / RESULT).write_text(json.dumps(found, indent=2) + "\n")
     console().print(table(found))
     print("\n".join(faults(found)) or "no figure is below its floor")
     return 0

@@ -37,7 +37,7 @@ from omegaconf import OmegaConf
 
 from specbench.data import training
 from specbench.system.arguments import Parser
-from specbench.system.errors import one_line_errors
+from specbench.system.errors import UserError, one_line_errors, suggest
 from specbench.tiny import models, world
 from specbench.tiny.data import PROMPT_WEIGHT, packed_batches
 from specbench.tiny.optimise import Schedule, Text, answer_loss
@@ -137,6 +137,8 @@ class Build:
 
     def make(self, only: str | None = None) -> None:
         """Runs every stage that is not done yet, or just the one of a name."""
+        if only is not None and only not in self.stages:
+            raise UserError(f"unknown stage '{only}': {suggest(only, [*self.stages])}")
         torch.use_deterministic_algorithms(True)
         for name, stage in self.stages.items():
             if only in (None, name) and not self.is_done(name):

@@ -161,7 +161,7 @@ def test_ray_gives_a_job_a_whole_node_and_leaves_one_that_lost_a_job(monkeypatch
             os.kill(os.getpid(), signal.SIGKILL)
         return int(run_dir.name)
 
-    monkeypatch.setattr(specbench_launchers, "measure_on_node", on_node)
+    monkeypatch.setattr(specbench_launchers, "measure_as_here", on_node)
     run_dirs = [tmp_path / str(i) for i in range(7)]
     for run_dir in run_dirs:
         run_dir.mkdir()
@@ -196,6 +196,28 @@ def test_a_job_here_has_the_gpus_of_the_command(monkeypatch, devices):
         call = specbench_launchers.SubmititLocal().measuring()
     call(Path("somewhere"))
     assert seen == [devices]
+
+
+def test_a_node_gets_the_variables_that_a_job_reads(monkeypatch):
+    """Workers have those with which the node was started."""
+    ours = {
+        "SPECBENCH_KERNELS": "0",
+        "SPEC_BENCH_QUESTIONS": "/nfs/q.jsonl",
+        "HF_TOKEN": "x",
+        "OMP_NUM_THREADS": "3",
+    }
+    for name, value in ours.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    variables = specbench_launchers.own_variables()
+    assert variables.items() >= {**ours, "XDG_CACHE_HOME": None}.items() and "PATH" not in variables
+    for name in ours:
+        monkeypatch.setenv(name, "of the node")
+    monkeypatch.setenv("XDG_CACHE_HOME", "of the node")
+    seen = {}
+    monkeypatch.setattr(bench, "measure", lambda *_, **__: seen.update(os.environ))
+    specbench_launchers.measure_as_here(Path("somewhere"), os.getcwd(), variables)
+    assert seen.items() >= ours.items() and "XDG_CACHE_HOME" not in seen
 
 
 def test_what_a_cluster_refuses_is_one_line(monkeypatch, tmp_path):

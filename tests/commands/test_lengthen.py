@@ -90,6 +90,12 @@ def test_documents_come_from_answers_that_are_long_enough(tmp_path):
         written(tmp_path, f"conversations={talk}", "lengths=[3000]")
 
 
+def test_a_text_without_an_end_and_without_long_answers_is_left(tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "TOO_MANY", 30)
+    with pytest.raises(UserError, match="the answers of at least 5000 words have 0 tokens in all"):
+        written(tmp_path, "words=5000", "lengths=[100]")
+
+
 @pytest.mark.parametrize(("count", "words"), [(2, 22), (12, 72), (13, 77), (14, 80), (5000, 80)])
 def test_no_more_is_tokenised_than_a_few_prompts(count, words):
     """The longest prompt is found, however many documents there are."""

@@ -17,6 +17,8 @@ from specbench.commands import tune
 from specbench.commands.sweep import Job
 from specbench.config.combinations import check_method
 from specbench.config.compose import CONF
+from specbench.data.question_files import TASKS
+from specbench.data.questions import load_questions
 from specbench.measure import runner
 from specbench.measure.records import run_folder as store
 from specbench.system.errors import UserError
@@ -71,6 +73,17 @@ def test_warm_up_questions_have_no_split():
     with initialize_config_dir(str(CONF), version_base="1.3"):
         cfg = tune.trial_config(["method=pld", "data=speed_bench"])
     assert cfg.data.split is None and cfg.data.path.endswith("warmup.jsonl")
+
+
+@pytest.mark.parametrize(
+    "task", [("task.name=sql",), ("task.name=code", "+task.tasks.code=[python]"), ("task=all",)]
+)
+def test_questions_of_a_users_own_task_are_tuned_for_on_all_warm_up_questions(task):
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = tune.trial_config(["method=pld", "data=jsonl", "data.path=mine.jsonl", *task])
+        rag = tune.trial_config(["method=pld", "task=rag"])
+    assert {question.task for question in load_questions(cfg.data, cfg.task)} == {*TASKS}
+    assert {question.task for question in load_questions(rag.data, rag.task)} == {"rag"}
 
 
 def test_bounds():

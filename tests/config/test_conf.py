@@ -142,6 +142,13 @@ def test_a_pair_without_a_target_is_refused():
         check(composed("bench", "pair=local", "pair.target=2026", "pair.init=expanded"))
 
 
+@pytest.mark.parametrize("key", ["trust_remote_code", "gated", "same_added_tokens"])
+def test_off_is_a_text_for_hydra_and_no_switch(key):
+    """A text is true: `off` would run a checkpoint's own code."""
+    with pytest.raises(UserError, match=rf"^pair\.{key} must be true or false or null, not 'off'"):
+        check(composed("bench", "pair=tiny", f"++pair.{key}=off"))
+
+
 def test_every_part_of_this_project_is_a_key_of_every_pair():
     """`pair.parts.NAME=FOLDER` needs no `++`."""
     assert base_pair()["parts"].keys() == file_of("pair", "tiny").parts.keys()

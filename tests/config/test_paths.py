@@ -30,6 +30,11 @@ def test_a_path_that_needs_quotes_is_told_so(name):
     assert compose_arguments("bench", [override]).data.path == f"/a/{name}"
 
 
+def test_a_home_folder_is_named_by_its_variable():
+    with pytest.raises(UserError, match=r"^runs_root=~/runs cannot be read: write runs_root=\$HOME/runs$"):
+        compose_arguments("bench", ["runs_root=~/runs"])
+
+
 def test_a_file_with_any_name_is_one_argument(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("réponses.jsonl", "a (1), b.jsonl", "t=0.8.jsonl"):

@@ -19,6 +19,7 @@ from specbench.data.conversations import (
     conversations,
     count_left_out,
     end_of_answer,
+    is_file,
     packed_rows,
     parse,
     read,
@@ -158,6 +159,12 @@ def test_half_of_a_surrogate_pair_is_named(tmp_path):
     assert next(rows) == [{"role": "user", "content": "\U0001f600"}]
     with pytest.raises(UserError, match=r"bad\.jsonl, line 2: not a conversation .*surrogates"):
         next(rows)
+
+
+def test_conversations_that_the_project_brings_are_found_from_anywhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    source = "specbench/smollm2/conversations.jsonl"
+    assert is_file(source) and len(next(read(source))) >= 2
 
 
 def test_what_is_not_there_is_named(tmp_path):

@@ -224,10 +224,10 @@ class TestScript:
 
     def test_settings_of_a_request(self, script):
         decode = script.Decoder(words(generation={"num_assistant_tokens": 5}))
-        asked = completions.Completion(PROMPT, 4, 0.5, 9, [2, 7])
+        asked = completions.Completion(PROMPT, 4, 0.5, 9, [3, 7])
         assert decode(asked, lambda *_: None) == "length"
         config = decode.pipeline.asked
-        assert (config.max_new_tokens, config.stop_token_ids) == (4, {2, 7})
+        assert (config.max_new_tokens, config.stop_token_ids) == (4, {3, 7})
         assert (config.do_sample, config.temperature, config.rng_seed) == (True, 0.5, 9)
         assert config.num_assistant_tokens == 5
         decode(completions.Completion(PROMPT, 4), lambda *_: None)
@@ -239,6 +239,15 @@ class TestScript:
 
         with pytest.raises(completions.HungUpError):
             script.Decoder(words())(completions.Completion(PROMPT, 9), gone)
+
+    @pytest.mark.parametrize(
+        ("tokens", "why"), [([4, 5, 7], "stop"), ([4, 5, 6], "length"), ([4] * 8 + [7], "stop")]
+    )
+    def test_an_answer_that_was_cut_did_not_stop(self, script, tokens, why):
+        """As where the memory for the cache is too small: the run then fails the question."""
+        decode = script.Decoder(words())
+        decode.pipeline.generate = lambda *_: SimpleNamespace(tokens=[tokens])
+        assert decode(completions.Completion(PROMPT, 9, 0.0, 0, [2, 7]), lambda *_: None) == why
 
     def test_no_tokens_are_an_error(self, script, monkeypatch):
         decode = script.Decoder(words())

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -232,9 +233,12 @@ def test_a_request_that_is_refused_costs_its_question_alone(pair):
         exhaust(engine.speculative([request()]))
 
 
-def test_servers_of_somebody_else_on_this_machine_are_known_by_their_ports(pair):
+def test_servers_of_somebody_else_on_this_machine_are_known_by_their_ports(pair, monkeypatch):
     urls = ["http://localhost:8123", "http://10.0.0.9:8124"]
     assert engine_of(pair, urls, "openai").ports == {8123}
+    with monkeypatch.context() as patch:
+        patch.setattr(module.psutil, "net_if_addrs", lambda: {"eth0": [SimpleNamespace(address="10.0.0.9")]})
+        assert engine_of(pair, urls, "openai").ports == {8124}
     assert process_engine(pair).ports == set() and process_engine(pair).is_ours
     assert not engine_of(pair, urls, "openai").is_ours
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 
 from specbench.measure.metrics import summary as metrics
+from specbench.report import remarks
 from tests.support.synthetic import CONFIG, FACTS, answered, record
 
 LEARNT = {"_target_": "methods.suffix.SuffixDecoding", "name": "suffix", "memory": "run"}
@@ -62,7 +64,7 @@ def test_the_foot_of_the_table_says_both():
 @pytest.mark.parametrize("method", [LEARNT | {"memory": "answer"}, CONFIG["method"]])
 def test_where_nothing_is_learnt_there_are_none(method):
     found = of(method, asked())
-    assert found["drift"] == {} and found["notes"] == []
+    assert found["drift"] == {} and found["notes"] == [] and not found["learns"]
 
 
 def test_a_wrapped_drafter_may_learn():
@@ -71,7 +73,10 @@ def test_a_wrapped_drafter_may_learn():
 
 
 def test_two_questions_have_no_thirds():
-    assert of(LEARNT, asked()[1:3])["drift"] == {}
+    found = of(LEARNT, asked()[1:3])
+    assert found["drift"] == {} and found["learns"]
+    run = SimpleNamespace(name="few", summary=found)
+    assert remarks.memories([run]) == ["memory carries over between answers: few"]
 
 
 def test_batches_have_an_acceptance_length_alone():

@@ -31,7 +31,7 @@ from specbench.measure.metrics.engine import SURPRISE
 from specbench.measure.protocol import Protocol
 from specbench.measure.records import run_folder as store
 from specbench.measure.runner import models
-from specbench.report import verdicts
+from specbench.report import decision, verdicts
 from specbench.system import threads
 from specbench.system.errors import JobError, UserError
 from specbench.system.files import read_json
@@ -72,6 +72,12 @@ def test_without_generate(workplace, tmp_path):
     )
     assert baseline["equivalence"]["answers"] == 0
     assert [sorted(t["arms"]) for r in records for t in r["turns"]] == [["baseline", "method"]]
+
+
+def test_a_token_budget_shortens_drafts_in_the_record_too(workplace, tmp_path):
+    arguments = ("drafter=sps", "drafter.max_draft_tokens=5", "batch_size=2", "method.token_budget=6")
+    _, summary, _ = measured(workplace, "ragged", tmp_path, "task=rag", *arguments)
+    assert summary["longest_path"] == 2 and decision.draft_length(summary) == 2
 
 
 def test_another_engines_own_files_are_told_by_name_and_checksum():

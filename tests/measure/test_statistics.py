@@ -107,6 +107,16 @@ def test_repeats_of_one_pool_have_an_interval_as_wide_as_they_differ():
     assert speedup([3.0, 3.0], [2.0, 2.0], pools=[0, 0]) == Speedup(1.5, 1.5, 1.5)
 
 
+def test_repeats_of_one_pool_in_a_process_each_count_once():
+    """Both would be the same noise."""
+    above, below = [2.0, 4.0, 8.0], [1.0, 1.1, 1.0]
+    processes = [([one], [other]) for one, other in zip(above, below)]
+    joined = speedup(above, below, pools=[0, 0, 0], processes=processes)
+    assert joined == speedup(above, below, pools=[0, 0, 0]) and joined.freedom == pytest.approx(2)
+    apart = speedup(above, below, pools=[0, 1, 2], processes=processes)
+    assert apart.width > 1.2 * joined.width
+
+
 def test_repeats_of_a_pool_are_no_sample_of_pools():
     """Two pools that differ, whose repeats do not: as one run of each, however often they are repeated."""
     once = speedup([2.0, 8.0], [1.0, 1.0], pools=[0, 1])

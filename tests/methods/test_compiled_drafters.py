@@ -43,7 +43,8 @@ def answer(method: str, compile: bool) -> tuple[Generation, list[CompiledLayer]]
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(
-    "method", ["kangaroo", "eagle", "eagle3", "peagle", "mtp", "dflash", "dspark", "dflash2", "sps"]
+    "method",
+    ["kangaroo", "eagle", "eagle3", "peagle", "mtp", "dflash", "dspark", "dflash2", "hydra_heads", "sps"],
 )
 def test_a_compiled_drafter_drafts_what_it_drafts_without(method):
     (compiled, layers), (plain, none) = answer(method, True), answer(method, False)

@@ -22,6 +22,12 @@ from tests.support.lossless import assert_lossless
 from tests.support.methods import trimming
 
 
+def edit(folder, **values) -> None:
+    """Sets values of a config.json."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
 def z_lab(model: BlockModel, folder) -> dict:
     save_blocks(model, folder, torch.float32)
     return json.loads((folder / "config.json").read_text())
@@ -87,6 +93,7 @@ def of_speculators(folder, head: str, **changes: object) -> BlockModel:
     if head == "markov":
         nested |= {
             "speculators_model_type": "dspark",
+            "sample_from_anchor": True,
             "architectures": ["DSparkSpeculator"],
             "markov_rank": 6,
         }
@@ -166,11 +173,62 @@ def test_other_files_of_speculators_are_refused(change, says, tmp_path):
         load_blocks(tmp_path, StagedModel(random_pair("llama").target))
 
 
-def test_settings_of_a_training_change_nothing(tmp_path):
-    """As older versions of speculators write them; nor does one that is said to be null."""
-    nothing = {"max_anchors": 256, "sample_from_anchor": None}
-    of_speculators(tmp_path, "markov", **nothing)
-    assert not load_blocks(tmp_path, StagedModel(random_pair("llama").target)).config.fills_in
+def proposing(tokens: int) -> dict:
+    """The part of a config.json of speculators that says how many tokens are drafted."""
+    return {"speculators_config": {"proposal_methods": [{"speculative_tokens": tokens}]}}
+
+
+@pytest.mark.parametrize(
+    ("head", "changes", "fills_in"),
+    [
+        ("markov", {"max_anchors": 256, "sample_from_anchor": True}, False),
+        ("markov", {"sample_from_anchor": False}, True),
+        ("markov", {"sample_from_anchor": None} | proposing(BLOCK), False),
+        ("markov", {"sample_from_anchor": None} | proposing(BLOCK - 1), True),
+        ("independent", {}, True),
+        ("independent", {"sample_from_anchor": True}, False),
+    ],
+)
+def test_places_of_speculators_guess_their_own_token_or_the_one_after_it(head, changes, fills_in, tmp_path):
+    """Files of before July 2026 say so by the number of tokens alone; the wrong one is accepted nowhere."""
+    of_speculators(tmp_path, head, **changes)
+    assert load_blocks(tmp_path, StagedModel(random_pair("llama").target)).config.fills_in is fills_in
+
+
+def test_a_file_of_speculators_that_does_not_say_which_token_a_place_guesses_is_refused(tmp_path):
+    for more in ({}, proposing(BLOCK + 1)):
+        of_speculators(tmp_path, "markov", sample_from_anchor=None, **more)
+        with pytest.raises(UserError, match="does not say whether each place guesses the token after it"):
+            load_blocks(tmp_path, StagedModel(random_pair("llama").target))
+
+
+@pytest.mark.parametrize("after", [False, None])
+def test_other_files_may_say_which_token_a_place_guesses(after, tmp_path):
+    pair = random_pair("llama")
+    save_blocks(drafting_model(pair, "markov"), tmp_path, torch.float32)
+    edit(tmp_path, sample_from_anchor=after)
+    assert load_blocks(tmp_path, StagedModel(pair.target)).config.fills_in is (after is False)
+
+
+def test_only_speculators_names_the_state_after_the_last_layer(tmp_path):
+    """transformers' own list has the normed one there."""
+    pair = random_pair("llama")
+    save_blocks(drafting_model(pair, "independent"), tmp_path, torch.float32)
+    layers = pair.target.config.num_hidden_layers
+    settings = json.loads((tmp_path / "config.json").read_text())
+    settings["dflash_config"]["target_layer_ids"][-1] = layers - 1
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(UserError, match=f"the target has {layers} layers"):
+        load_blocks(tmp_path, StagedModel(pair.target))
+
+
+def test_drafting_layers_rotate_whole_heads(tmp_path):
+    pair = random_pair("llama")
+    save_blocks(drafting_model(pair, "independent"), tmp_path, torch.float32)
+    rope = {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25}
+    edit(tmp_path, rope_parameters=rope)
+    with pytest.raises(UserError, match="partial_rotary_factor=0.25, and drafting layers rotate whole heads"):
+        load_blocks(tmp_path, StagedModel(pair.target))
 
 
 def test_a_draft_vocabulary_without_a_head_is_refused(tmp_path):

@@ -304,25 +304,6 @@ def test_whole_drafts_can_be_compiled(monkeypatch, parts, method, temperature):
     assert sum(graphs.replays for graphs in made) > 3
 
 
-@pytest.mark.one_in(3)
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["sps", "sps tree", "eagle", "eagle2", "eagle3", "kangaroo tree"])
-def test_batches_of_whole_drafts(monkeypatch, parts, method):
-    """Sequences of different lengths: drafts as without graphs."""
-
-    def run() -> list:
-        drafter = drafter_of(method, parts)
-        return Engine(
-            StagedModel(random_pair("llama").target), drafter, frozenset(), RaggedBatch(3)
-        ).generate(requests("llama", 5))
-
-    right = run()
-    pretend(monkeypatch)
-    found = run()
-    assert [answer.tokens for answer in found] == [answer.tokens for answer in right]
-    assert what_was_drafted(found) == what_was_drafted(right)
-
-
 def test_caches_grow_in_long_steps_where_the_draft_model_alone_is_captured(monkeypatch):
     """The target's weights may be quantised or spread, and a cache that grows drops the draft model's graphs."""
     pair = random_pair("llama")

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from methods import states
+from methods.common import losses
 from methods.common.losses import Distribution, Goals, Guess, Head, Loss, cross_entropies, sampled, teacher_of
 from methods.common.training import batches, held_out_batches, target_states
 from methods.kangaroo import train as kangaroo_train
@@ -28,6 +29,7 @@ from specbench.models.pairs import load_pair
 from specbench.system.errors import UserError
 from specbench.system.files import lock_folder, make_folder, read_json
 from tests.support.conf import composed
+from tests.support.gradients import assert_same_gradients, no_distribution_stays
 from tests.support.training import Stopped, stop_after, training_settings
 
 TAPS = (1, 2, NORMED)
@@ -512,3 +514,22 @@ def test_goals_are_judged_from_the_states_in_front_of_them():
     probs = told[:, 2:-1, :5].softmax(-1)
     losses = -(probs * logits[:, :-3].log_softmax(-1)).sum(-1)
     torch.testing.assert_close(found, 0.7 * (weights[:, 3:] * losses).sum())
+
+
+def test_logits_of_a_large_batch_are_computed_again_for_the_gradient(monkeypatch):
+    """None of a whole vocabulary stays, and the gradients are those of a loss that keeps them."""
+    torch.manual_seed(0)
+    head, batch = torch.nn.Linear(8, 37), {"loss_weight": torch.rand(3, 400)}
+    guessed, told = torch.randn(3, 400, 8), torch.randn(3, 400, 37)
+    loss, teacher = Loss(), teacher_of(batch, Head(torch.eye(37)), told)
+    goals = loss.goals(batch, ahead=2)
+
+    def cost() -> torch.Tensor:
+        own = Head(head.weight, head.bias)
+        return loss(batch, goals, [Guess(0.7, guessed, own), Guess(0.3, guessed, own, 2)], teacher)
+
+    kept = cost()
+    monkeypatch.setattr(losses, "KEPT_LOGITS", 0)
+    with no_distribution_stays(37):
+        recomputed = cost()
+    assert_same_gradients(head, recomputed, kept)

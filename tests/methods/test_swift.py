@@ -97,9 +97,16 @@ def test_bytes_of_a_pass_are_those_of_the_parts_that_are_left():
     sublayers = Sublayers(staged)
     thin = sublayers.without({1}, {2})
     assert thin.pass_bytes() == staged.pass_bytes() - lost
-    assert thin.stack.compiled is None, "compiled layers are whole ones"
+    assert thin.stack.compiled is None
     whole = sublayers.without({3}, {3}).pass_bytes()
     assert whole == staged.pass_bytes() - size(layers[3])
+
+
+def test_layers_that_lack_nothing_run_compiled_if_the_targets_do():
+    staged = StagedModel(random_model("llama", 0))
+    compiled = staged.stack.compiled = [torch.nn.Identity() for _ in staged.layers]
+    layers = Sublayers(staged).without({1}, {1, 2}).stack.layers
+    assert [i for i, layer in enumerate(layers) if layer not in compiled] == [1, 2]
 
 
 def test_a_feed_forward_part_that_also_returns_scores_can_be_left_out():

@@ -47,7 +47,7 @@ def test_a_model_of_the_users_is_not_replaced(workplace, tmp_path):
     out = Path(cfg.out)
     out.mkdir(parents=True, exist_ok=True)
     (out / "config.json").write_text("{}")
-    with pytest.raises(UserError, match="holds a model that is no training's"):
+    with pytest.raises(UserError, match="holds a model that no training run wrote"):
         kangaroo_train.train(cfg)
     assert [path.name for path in out.iterdir() if path.is_file()] == ["config.json"]
 

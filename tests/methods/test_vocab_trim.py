@@ -25,7 +25,9 @@ from tests.support.training import saved_pair
 
 STOP = BYTES + 1
 TOKENIZER = byte_tokenizer()
-PAIR = SimpleNamespace(name="saved", tokenizer=TOKENIZER, stop_ids=frozenset([STOP, 7]))
+PAIR = SimpleNamespace(
+    name="saved", tokenizer=TOKENIZER, stop_ids=frozenset([STOP, 7]), vocab_size=len(TOKENIZER)
+)
 TOGETHER = 12  # answers that are written together, a quarter of them at a time
 COUNTS = {65: 3, 66: 9, 67: 3, STOP: 1}
 
@@ -50,6 +52,13 @@ def test_a_size_takes_the_first_rows_and_fills_up_with_ids_that_never_came(folde
     assert kept_ids(folder, PAIR, len(special) + 2) == sorted([*special, 65, 66])
     assert kept_ids(folder, PAIR, len(special) + 5) == sorted([*special, 0, 1, 65, 66, 67])
     assert kept_ids(folder, PAIR, len(TOKENIZER)) == list(range(len(TOKENIZER)))
+
+
+def test_a_token_for_which_the_models_have_no_row_is_not_kept(folder):
+    """The small models of Gemma 3 lack one for their tokenizer's token for images."""
+    pair = SimpleNamespace(**vars(PAIR) | {"vocab_size": len(TOKENIZER) - 1})
+    assert kept_ids(folder, pair, None) == [7, 65, 66, 67, *range(BYTES, BYTES + 3)]
+    assert kept_ids(folder, pair, len(TOKENIZER) - 1) == list(range(len(TOKENIZER) - 1))
 
 
 def test_a_size_beyond_what_was_counted_warns(folder, capsys):
@@ -90,7 +99,7 @@ def test_a_size_that_cannot_be_is_refused(folder, size):
 
 def test_a_map_without_a_stop_token_is_refused(folder):
     """As of a pair with other stop tokens: a draft could never end."""
-    other = SimpleNamespace(name="other", tokenizer=TOKENIZER, stop_ids=frozenset([STOP, 90]))
+    other = SimpleNamespace(**vars(PAIR) | {"name": "other", "stop_ids": frozenset([STOP, 90])})
     with pytest.raises(UserError, match=r"lacks 1 special or stop tokens of pair 'other', such as 90"):
         kept_ids(folder, other, None)
 

@@ -191,10 +191,30 @@ def test_the_command_writes_a_part_as_vllm_reads_it(tmp_path, monkeypatch, capsy
     assert "PromptLookup has nothing to export" in capsys.readouterr().err
 
 
+def test_an_export_that_was_stopped_has_another_name(tmp_path, monkeypatch):
+    def stopped(source, to):
+        to.write_text("half")
+        raise KeyboardInterrupt
+
+    (tmp_path / "model.gguf").write_text("whole")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(command.shutil, "copyfile", stopped)
+        command._copied(tmp_path / "model.gguf", tmp_path / "out.gguf")
+    assert not (tmp_path / "out.gguf").exists()
+    command._copied(tmp_path / "model.gguf", tmp_path / "out.gguf")
+    assert (tmp_path / "out.gguf").read_text() == "whole" and len([*tmp_path.iterdir()]) == 2
+
+
 def test_what_is_there_already_is_copied_nowhere_and_what_cannot_be_written_is_one_line(tmp_path):
     (tmp_path / "file").write_text("x")
     assert command._copied(tmp_path / "file", tmp_path / "file") == tmp_path / "file"
-    (tmp_path / "folder" / "file").mkdir(parents=True)
+    folder, out = tmp_path / "folder", tmp_path / "out"
+    folder.mkdir()
+    out.mkdir()
+    (folder / "new").write_text("y")
+    (out / "old").write_text("z")
+    assert command._copied(folder, out) == out and [path.name for path in out.iterdir()] == ["new"]
+    (folder / "file").mkdir()
     with pytest.raises(UserError, match="cannot write .*folder/file: Is a directory"):
         command._copied(tmp_path / "file", tmp_path / "folder" / "file")
 

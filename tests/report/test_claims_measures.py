@@ -133,6 +133,12 @@ def test_against_the_strongest_of_others(tmp_path):
     assert checked.estimate.low < 1.2 < checked.estimate.high and checked.verdict == "supported"
     assert checked.remark == "against strong; 30 questions"
     assert found(AGAINST | {"at_least": 1.19}, [ours, weak, strong]).verdict != "not supported"
+    by_rival = [
+        found(AGAINST | {"against": [{"method": name}]}, [ours, weak, strong]) for name in ("weak", "strong")
+    ]
+    for end in ("low", "high"):  # any rival may be the strongest
+        ends = [getattr(one.estimate, end) for one in by_rival]
+        assert getattr(checked.estimate, end) == min(ends)
     assert found(AGAINST | {"at_least": 1.4}, [ours, weak, strong]).verdict == "not supported"
     for lacking in ([ours, weak], [ours, strong], [weak, strong], []):
         checked = found(AGAINST, lacking)

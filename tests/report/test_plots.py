@@ -175,6 +175,13 @@ def test_throughput_over_the_batch_size(drawn):
     assert [tick.get_text() for tick in ticks] == ["1", "2", "8"]
 
 
+def test_runs_with_a_fault_are_no_points():
+    sizes = [batched(batch_size=size) for size in (2, 4)]
+    lossy = changed(batched(batch_size=8), verification="typical")
+    (line,) = sweep_plots.throughput([*sizes, lossy]).axes[0].lines
+    assert line.get_xdata().tolist() == [2, 4]
+
+
 def test_batches_of_other_settings_are_lines_of_their_own():
     windows = [changed(batched(batch_size=size), settings__window=8 * size) for size in (2, 4)]
     lines = sweep_plots.throughput(windows).axes[0].lines

@@ -126,6 +126,14 @@ def test_of_a_batch_of_one_and_a_single_answer_the_later_run_counts():
         assert schedule.lengths[1] == length
 
 
+def test_what_a_run_chooses_for_its_batch_parts_no_schedule():
+    """Threads, and the faster baseline."""
+    own = {name: one | {"threads": 1 + (one["batch_size"] > 4)} for name, one in BATCHES.items()}
+    own["e"] = changed(own["e"], baseline__quoted_against="hf_generate")
+    (schedule,) = schedules(runs_of(**own))
+    assert schedule.lengths == {1: 4, 4: 2, 16: 0}
+
+
 @pytest.mark.parametrize(
     "change",
     [

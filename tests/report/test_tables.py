@@ -282,6 +282,8 @@ def test_a_pair_shows_its_largest_run_and_none_with_violations():
     false = changed(on("tiny", "sps", 8.0), equivalence__violation=1)
     text = shown(tables.pairs_table([*runs, smoke, false]))
     assert "1.50 [1.40, 1.60]" in text and "9.00" not in text and "8.00" not in text
+    lossy = [on(pair, "sps", 2.5) | {"verification": "typical"} for pair in ("tiny", "tiny_shallow")]
+    assert "2.50" not in shown(tables.pairs_table([*runs, *lossy]))
     newer = on("tiny", "sps", 1.7)
     assert "1.70 [1.60, 1.80]" in shown(tables.pairs_table([*runs, newer, smoke]))
 

@@ -73,6 +73,7 @@ SUMMARY = {
     "verification": "token",
     "draft_length": "constant",
     "engine": None,
+    "learns": False,
     "drift": {},
     "likelihood": {},
     "status": "complete",

@@ -6,6 +6,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 
+from specbench.system.errors import UserError
 from specbench.tiny import models, train
 
 pytestmark = pytest.mark.slow
@@ -54,6 +55,11 @@ def test_install_replaces_the_whole_folder(built, tmp_path):
     assert installed.pop("adapter/part"), "what a method has put there stays"
     assert installed == train.checksums(built / "weights")
     assert {p.name for p in tmp_path.iterdir()} == {"weights", train.QUESTIONS, train.WARMUP}
+
+
+def test_a_stage_that_does_not_exist_is_named(built):
+    with pytest.raises(UserError, match="unknown stage 'target_shalow': did you mean target_shallow"):
+        train.Build(built, train.SMOKE).make("target_shalow")
 
 
 def test_a_stage_that_is_done_is_left_out(built, monkeypatch):

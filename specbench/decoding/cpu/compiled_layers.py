@@ -264,7 +264,7 @@ class CompiledLayer(torch.nn.Module):
             with self._traceable(attention), mode:
                 graph = make_fx(function, tracing_mode="real")(*fakes)
             if len(met) != 1 or any(isinstance(value, torch.Tensor) for value in met[0][1].values()):
-                raise TraceError("its attention is no call of an attention function")
+                raise TraceError("its attention does not call an attention function")
             if [*graph.parameters(), *graph.buffers()]:  # they would be inputs, but belong to one layer
                 raise TraceError("it reads a tensor that is none of its parameters and buffers")
             module, options = met.pop()  # the registered function keeps `met`

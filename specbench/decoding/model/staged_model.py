@@ -95,7 +95,7 @@ class StagedModel:
             self.stack = LayerStack(base, self.config, captured, options_of(model).compile, like)
             self.width = None if width is None else fixed_shape.without_lone_query(width, self.stack.groups)
             self.padding = (self.width or 1) - 1
-            self._head = lean_copy(self.lm_head)
+            self._norm, self._head = lean_copy(norm), lean_copy(self.lm_head)
             self.vocab_size = vocab_size or self.lm_head.out_features
             self._head_device = next(chain(self.lm_head.parameters(), self.lm_head.buffers())).device
             embeddings = self.embed_tokens.weight.shape[0]
@@ -239,7 +239,7 @@ class StagedModel:
         self, hidden: torch.Tensor, taps: Sequence[int], on_hidden: Callable[[int, torch.Tensor], None]
     ) -> torch.Tensor:
         """As `head`; passes the normed states to `on_hidden` if `NORMED` is among the taps."""
-        normed = self.norm(hidden)
+        normed = self._norm(hidden)
         if NORMED in taps:
             on_hidden(NORMED, normed.to(self.device))
         return self.unembed(normed)
@@ -287,7 +287,7 @@ class StagedModel:
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states [..., d] after the last layer -> logits [..., vocab]."""
-        return self.unembed(self.norm(hidden))
+        return self.unembed(self._norm(hidden))
 
     def unembed(self, normed: torch.Tensor) -> torch.Tensor:
         """The head without the final norm, for drafters that bring a norm of their own."""
@@ -305,7 +305,7 @@ class StagedModel:
         tapped: dict[int, torch.Tensor] = {}
         hidden = self.run_layers(self.embed(ids), cache, 0, taps=taps, on_hidden=tapped.__setitem__)
         if NORMED in taps:
-            tapped[NORMED] = self.norm(hidden).to(self.device)
+            tapped[NORMED] = self._norm(hidden).to(self.device)
         return Prefill(ids, self.head(hidden[:, -1]), tapped)
 
     def verify(

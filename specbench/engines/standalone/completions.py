@@ -69,7 +69,7 @@ class Completion:
     def of(cls, body: Any) -> Completion:
         """Parses a request body. Raises RequestError for a field that is missing, unknown or of another type."""
         if not isinstance(body, dict):
-            raise RequestError("the request is no JSON object")
+            raise RequestError("the request is not a JSON object")
         fields = {name: value for name, value in body.items() if name not in IGNORED and value is not None}
         fields = {name: value for name, value in fields.items() if NEUTRAL.get(name) != value}
         kinds: dict[str, tuple[type, ...]] = {

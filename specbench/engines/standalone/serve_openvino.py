@@ -116,7 +116,7 @@ class Decoder:
         [tokens] = result.tokens
         if rest := tokens[streamer.sent :]:
             send(rest, None, None)
-        return "length" if len(tokens) == completion.max_tokens else "stop"
+        return "stop" if tokens[-1] in completion.stop_token_ids else "length"
 
 
 def main() -> None:

@@ -83,7 +83,7 @@ def speedup(*run: Sequence[float], pools: Sequence | None = None, processes: Seq
             and the interval covers timing noise only.
         processes: if several measured, the columns of each. The interval over processes, as in `over_passes`, and
             that over questions are then joined: the squares of their half widths (of the logarithm) are added. Noise
-            that both hold counts twice.
+            that both hold counts twice. Repeats of one pool and processes show the same noise: the latter count alone.
 
     Returns:
         All None without any time; no interval for fewer than 6 questions or 2 pools (or repeats of one pool), or if a
@@ -193,6 +193,8 @@ def _jackknife(
             one = quotient(*(parts.sum(axis=1, keepdims=True) - parts))
             rests.append([np.broadcast_to(ratio, one.shape) for ratio in ratios])
             rests[-1][run] = one
+    if pools is not None and len({*pools}) == 1 and len(rests) == 1 + len(runs):
+        del rests[0]
     if not all(map(_are_ratios, rests)):
         return Speedup(value, None, None)
     from scipy.special import stdtrit  # late: who only reads a summary does not need it

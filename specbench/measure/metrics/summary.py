@@ -143,6 +143,7 @@ def summary(records: list[dict], facts: dict, config: dict) -> dict:
             | _judged([record for record in every if record["task"] == task])
             for task, of_task in tasks.items()
         },
+        "learns": spec.learns,
         "drift": by_third,
         "notes": [
             *(line for owner in spec.owners for line in owner.describe(overall["stats"])),

@@ -44,6 +44,7 @@ def migrated_summary(summary: Any) -> Any:
         "drift": summary.get("thirds", {}),
     }
     summary = added | summary
+    summary.setdefault("learns", bool(summary["drift"]))
     if "likelihood" not in summary:  # once of other engines alone, among their numbers
         arms = (summary["engine"] or {}).get("likelihood") or {}
         summary["likelihood"] = {arm: one for arm, one in arms.items() if one is not None}

@@ -26,7 +26,7 @@ class Part:
     least: int = 10
 
 
-# What would invalidate the rest comes first. In ten minutes a share is about a second.
+# What would invalidate the rest comes first. In nine minutes a share is two thirds of a second.
 PARTS: dict[str, Part] = {
     "environment": Part(environment, 25),
     "bandwidth": Part(bandwidth, 25),
