@@ -13,6 +13,7 @@ from methods.common.checkpoints import (
     check_target,
     config_of,
     fill,
+    is_copy,
     layer_sizes,
     read_checkpoint,
     ready,
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 WHAT = "the weights of the drafter"
 FILES = (WEIGHTS, "pytorch_model.bin")
 LOGIT = -128.0  # of a token that an expanded vocabulary adds
-ROWS = 4096  # of embeddings that are compared at a time
 
 
 def load_eagle(
@@ -74,14 +74,12 @@ def check_embedding(folder: str | Path, embedding: torch.Tensor | None, target: 
     """Raises UserError if a checkpoint holds an embedding that is not the target's."""
     if embedding is None:
         return
-    target_embedding = target.embed_tokens.weight
-    fits = embedding.shape[1] <= target_embedding.shape[1]
-    for theirs, ours in zip(embedding.split(ROWS), target_embedding.split(ROWS)) if fits else ():
-        n, width = min(len(theirs), len(ours)), theirs.shape[1]  # an expanded target is wider
-        same = theirs[:n].to(target_embedding.device, torch.float32), ours[:n, :width].float()
-        # Some files have another dtype than the target.
-        fits = fits and torch.allclose(*same, atol=1e-2, rtol=1e-2)
-    if not fits:
+    ours = target.embed_tokens.weight
+    n, width = (
+        min(len(embedding), len(ours)),
+        embedding.shape[1],
+    )  # an expanded target is wider, and has more rows
+    if not is_copy(embedding[:n], ours[:n, :width]):
         raise UserError(
             f"{WHAT} in '{folder}' hold an embedding unlike the target's: they were made for another one"
         )

@@ -17,6 +17,7 @@ from methods.common.checkpoints import (
     config_of,
     draft_token_ids,
     fill,
+    is_copy,
     read_checkpoint,
     ready,
     sizes_trained_for,
@@ -318,10 +319,7 @@ def _drop_embedding(
     if expansion is not None:
         raise UserError(f"{WHAT} in '{folder}' have an embedding of their own: they cannot be expanded")
     theirs = target.embed_tokens.weight
-    same = embedding.shape == theirs.shape and torch.allclose(
-        embedding.float(), theirs.detach().float().to(embedding.device), rtol=1e-2, atol=1e-3
-    )
-    if same:
+    if is_copy(embedding, theirs):
         del state[EMBEDDING]
     elif embedding.shape[0] < theirs.shape[0]:
         raise UserError(

@@ -90,6 +90,11 @@ def accept(
     return outcome(draft.tokens, count, sample_inverse_cdf(rest, _at(uniforms[..., TARGET], count)))
 
 
+def may_look(tensor: torch.Tensor) -> bool:
+    """Whether the host can read a tensor without waiting for a device."""
+    return tensor.device.type == "cpu"
+
+
 def target_choices(
     logits: torch.Tensor,
     tokens: torch.Tensor,
@@ -99,8 +104,8 @@ def target_choices(
 ) -> torch.Tensor:
     """The target's own token [b, 1 + k] after the pending token and each node, `UNREACHED` where none is needed.
 
-    A draw reads a whole distribution several times. On a CPU, where the host may look, only nodes that are reached
-    through the target's own tokens get one, level by level.
+    A draw reads a whole distribution several times. Where the host may look, only nodes that are reached through the
+    target's own tokens get one, level by level.
 
     Args:
         logits: [b, 1 + k, vocab].
@@ -109,7 +114,7 @@ def target_choices(
         decoding: how tokens are chosen.
         numbers: [b, 1 + k] to draw with; None when greedy.
     """
-    if numbers is None or logits.device.type != "cpu":
+    if numbers is None or not may_look(logits):
         return decoding.select(logits, numbers)[0]
     choices = parents.new_full((tokens.shape[0], 1 + tokens.shape[1]), UNREACHED)
     reached = torch.zeros_like(choices, dtype=torch.bool)
@@ -358,8 +363,8 @@ def sampled_tree(
     by_children = children.argsort(dim=1, descending=True)
     taken = torch.zeros_like(tried)
     for turn in range(k if tree.max_children is None else tree.max_children):
-        # At most k // (turn + 1) nodes have a child of this turn. A CPU counts them: there the host need not wait.
-        most = k // (turn + 1) if tokens.device.type != "cpu" else int((children > turn).sum(1).max())
+        # No more than k // (turn + 1) nodes have a child of this turn.
+        most = int((children > turn).sum(1).max()) if may_look(tokens) else k // (turn + 1)
         if most == 0:
             break
         rows, now = by_children[:, :most], (order == turn) & tried

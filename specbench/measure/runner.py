@@ -364,6 +364,7 @@ def facts(bench: Bench) -> dict:
     pair = setup.pair
     same_weights = setup.served is None or setup.served.same_weights
     options, on_cuda = options_of(setup.target.model), pair.device.type == "cuda"
+    plain, widest = setup.spec.batch_size, setup.spec.batch_size * setup.verify_tokens
     return {
         "target_pass_bytes": counted(setup.target.pass_bytes()) if same_weights else None,
         "threads": torch.get_num_threads(),
@@ -377,6 +378,7 @@ def facts(bench: Bench) -> dict:
         "weights_source": pair.source,
         "kernels": setup.target.uses_torch,
         "tiles": native.has_tiles(setup.target.device, pair.dtype),
+        "beyond_kernels": widest if plain <= native.MOST_TOKENS < widest and not on_cuda else None,
         "compiled": setup.target.stack.is_compiled or (on_cuda and options.compile),
         "graphs": options.graphs if on_cuda else None,
         "uncompiled": uncompiled(),

@@ -90,7 +90,13 @@ def kernels_line(summary: dict) -> str:
     tiles = " on AMX" if summary.get("tiles") and not reason else ""
     compiled = ", layers compiled" if summary["compiled"] else ""
     failed = "; ".join(f"{kind}: {why}" for kind, why in (summary.get("uncompiled") or {}).items())
-    return f"short passes: {kernels}{tiles}{compiled}{failed and f', NOT COMPILED: {failed}'}"
+    beyond = ""
+    if not reason and (tokens := summary.get("beyond_kernels")):
+        beyond = (
+            f"; one with a full draft of each sequence has {tokens} tokens and runs as a prompt does, the baseline's "
+            "do not"
+        )
+    return f"short passes: {kernels}{tiles}{compiled}{failed and f', NOT COMPILED: {failed}'}{beyond}"
 
 
 def repetition_line(summary: dict) -> str:

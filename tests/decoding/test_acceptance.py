@@ -91,8 +91,15 @@ def test_greedy_tree_walks_the_matching_path(tree):
     assert some.path[0, : some.count].tolist() == [n for n in path if n < len(tokens) // 2]
 
 
+@pytest.fixture(params=[True, False], ids=["on a CPU", "on a GPU"])
+def host(request, monkeypatch):
+    """Whether the host may look, which decides how much is computed, and nothing else."""
+    monkeypatch.setattr(acceptance, "may_look", lambda _: request.param)
+    return request.param
+
+
 @pytest.mark.slow
-def test_trees_of_a_batch_are_accepted_one_by_one():
+def test_trees_of_a_batch_are_accepted_one_by_one(host):
     """Different shapes, padded; and one shape for all."""
     g = torch.Generator().manual_seed(4)
     for _ in range(40):
@@ -107,6 +114,7 @@ def test_trees_of_a_batch_are_accepted_one_by_one():
         for decoding, uniforms, probs in (
             (SamplingParams(1), None, None),
             (SamplingParams(1, 1.0), numbers, q),
+            (SamplingParams(1, 1.0), numbers, None),
         ):
             for shape in (parents, parents[:1]):
                 draft = Draft(tokens, probs, tree=Tree.of(shape), candidates=counts)
@@ -303,7 +311,7 @@ def draws_of_rounds() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_sampled_trees_leave_the_distribution_unchanged(deterministic):
+def test_sampled_trees_leave_the_distribution_unchanged(deterministic, host):
     """Two children of the root and one grandchild: what comes first, and what follows, are still draws from p.
 
     All rounds are sequences of one batch, which does not change what is accepted.
@@ -360,11 +368,48 @@ def test_a_tree_of_drawn_tokens_is_walked_as_published(tree, seed):
     uniforms = torch.rand(k, generator=g) ** 2  # so that several are accepted one after the other
     expected, following = walk(probs, tokens.tolist(), q, parents, uniforms)
     shape = Tree.of(torch.tensor(parents))
-    count, path, rest = acceptance.sampled_tree(
-        probs.unsqueeze(0), tokens.unsqueeze(0), q.unsqueeze(0), shape, uniforms.unsqueeze(0)
+    for looks in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(acceptance, "may_look", lambda _, looks=looks: looks)
+            count, path, rest = acceptance.sampled_tree(
+                probs.unsqueeze(0), tokens.unsqueeze(0), q.unsqueeze(0), shape, uniforms.unsqueeze(0)
+            )
+        assert path[0, :count].tolist() == expected
+        assert torch.allclose(rest[0] / rest.sum(), following / following.sum(), atol=1e-5)
+
+
+class Rows(TorchDispatchMode):
+    """Counts rows of a vocabulary that operations write, and the operations."""
+
+    def __init__(self, vocab: int):
+        super().__init__()
+        self.vocab, self.rows, self.operations = vocab, 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.operations += 1
+        if isinstance(out, torch.Tensor) and out.dim() and out.shape[-1] == self.vocab:
+            self.rows += out.numel() // self.vocab
+        return out
+
+
+@pytest.mark.parametrize("drawn", [True, False])
+def test_distributions_of_nodes_that_cannot_be_accepted_are_left_alone(drawn, host):
+    """A tree of 63 nodes, with up to 13 children: 13 turns over all of them would write thousands of rows."""
+    g = torch.Generator().manual_seed(0)
+    parents = torch.tensor([-1] * 10 + [i // 4 for i in range(40)] + [10] * 13)
+    vocab, k = 301, len(parents)
+    logits, q = (
+        torch.randn(1, 1 + k, vocab, generator=g),
+        torch.softmax(torch.randn(1, k, vocab, generator=g), -1),
     )
-    assert path[0, :count].tolist() == expected
-    assert torch.allclose(rest[0] / rest.sum(), following / following.sum(), atol=1e-5)
+    tokens = torch.randint(0, vocab, (1, k), generator=g)
+    draft = Draft(tokens, q if drawn else None, tree=Tree.of(parents, max_children=13))
+    numbers = position_draws(0, 4, 13, torch.device("cpu")).unsqueeze(0)
+    with Rows(vocab) as counted:
+        accept(logits, draft, SamplingParams(1, 1.0), numbers)
+    most = (1600 if host else 2700) if drawn else (10 if host else 260)
+    assert counted.rows <= most and counted.operations < 800
 
 
 def test_siblings_are_counted():

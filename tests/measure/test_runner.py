@@ -78,6 +78,7 @@ def test_a_token_budget_shortens_drafts_in_the_record_too(workplace, tmp_path):
     arguments = ("drafter=sps", "drafter.max_draft_tokens=5", "batch_size=2", "method.token_budget=6")
     _, summary, _ = measured(workplace, "ragged", tmp_path, "task=rag", *arguments)
     assert summary["longest_path"] == 2 and decision.draft_length(summary) == 2
+    assert summary["beyond_kernels"] is None
 
 
 def test_another_engines_own_files_are_told_by_name_and_checksum():

@@ -94,6 +94,11 @@ def test_how_much_answers_repeat_themselves_is_told_by_task():
         ),
         ({"compiled": False, "kernels": None, "tiles": True}, "short passes: kernels of our own on AMX"),
         ({"compiled": False, "kernels": "no compiler"}, "short passes: torch's kernels (no compiler)"),
+        (
+            {"compiled": True, "kernels": None, "beyond_kernels": 160},
+            "short passes: kernels of our own, layers compiled; one with a full draft of each sequence has 160 tokens "
+            "and runs as a prompt does, the baseline's do not",
+        ),
         ({"compiled": False, "kernels": None, "device": "cuda"}, ""),
         ({"compiled": False, "kernels": None, "engine": {"name": "vllm"}}, ""),
         ({"compiled": None, "kernels": None}, ""),

@@ -58,7 +58,7 @@ COUNTED = ("mbsu", "acceptance_length")  # numbers that are counted, not timed
 # What a summary holds of the facts of its run; older folders lack some.
 OF_FACTS = ("dtype", "device", "weights", "target_pass_bytes", "peak_memory_bytes")
 OF_NEWER_FACTS = (
-    *("threads", "kernels", "tiles", "compiled", "graphs", "uncompiled"),
+    *("threads", "kernels", "tiles", "beyond_kernels", "compiled", "graphs", "uncompiled"),
     *(
         "extra_cores",
         "cores",
