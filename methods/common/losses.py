@@ -22,9 +22,8 @@ if TYPE_CHECKING:
     from specbench.decoding.model.anatomy import LogitSteps
 
 CHUNK = 512  # positions whose logits are computed at a time
-KEPT_LOGITS = (
-    2**28
-)  # of a batch that the backward pass may keep: 2 GiB with their gradient; more are computed again
+# Logits of a batch that the backward pass may keep, 2 GiB with their gradient; more are computed again.
+KEPT_LOGITS = 2**28
 LIKELIEST, PROBS = "likeliest", "probs"  # keys of the target's stored distributions in a batch
 
 

@@ -199,8 +199,8 @@ def _predicts(flat: dict[str, Any]) -> bool | None:
     if flat.get(KIND) != "dspark":
         return PREDICTS in (flat.get("architectures") or [])
     proposals = (flat.get("speculators_config") or {}).get("proposal_methods") or [{}]
-    drafted = proposals[0].get("speculative_tokens")
-    return {flat["block_size"]: True, flat["block_size"] - 1: False}.get(drafted)
+    places = flat.get("block_size") or 0
+    return {places: True, places - 1: False}.get(proposals[0].get("speculative_tokens"))
 
 
 def _config(folder: str | Path, flat: dict[str, Any]) -> BlockConfig:

@@ -75,10 +75,8 @@ def check_embedding(folder: str | Path, embedding: torch.Tensor | None, target: 
     if embedding is None:
         return
     ours = target.embed_tokens.weight
-    n, width = (
-        min(len(embedding), len(ours)),
-        embedding.shape[1],
-    )  # an expanded target is wider, and has more rows
+    # An expanded target is wider, and may have more rows.
+    n, width = min(len(embedding), len(ours)), embedding.shape[1]
     if not is_copy(embedding[:n], ours[:n, :width]):
         raise UserError(
             f"{WHAT} in '{folder}' hold an embedding unlike the target's: they were made for another one"

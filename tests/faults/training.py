@@ -36,6 +36,14 @@ FAULTS = (
         ("tests/methods/test_dflash_train.py",),
     ),
     Fault(
+        "places of any DSpark file guess the token after",
+        "training",
+        "methods/dflash/checkpoint.py",
+        "places - 1: False}",
+        "places - 1: True}",
+        ("tests/methods/test_dflash_checkpoints.py",),
+    ),
+    Fault(
         "a Markov head corrects other tokens than those that are scored",
         "training",
         "methods/dflash/train.py",

@@ -52,6 +52,22 @@ FAULTS = (
         ACCEPT,
     ),
     Fault(
+        "a turn leaves out a node that has so many children",
+        "trees",
+        f"{D}/acceptance.py",
+        "if may_look(tokens) else k // (turn + 1)",
+        "if may_look(tokens) else max(1, k // (turn + 2))",
+        ACCEPT,
+    ),
+    Fault(
+        "only children of the pending token are reached",
+        "trees",
+        f"{D}/acceptance.py",
+        "reached = torch.nn.functional.pad(fits, (1, 0))",
+        "reached = torch.nn.functional.pad(fits & (parents == 0), (1, 0))",
+        ACCEPT,
+    ),
+    Fault(
         "a tree leaves out children of likely paths",
         "trees",
         "methods/common/dynamic_trees.py",

@@ -11,10 +11,16 @@ from methods.common.aligned_layout import AlignedLayout, gather
 from methods.eqspec import EqSpec
 from methods.exspec import ExSpec
 from methods.ragged import RaggedBatch
+from specbench.decoding.engine import Engine
 from specbench.decoding.kv_cache import KVCache
 from specbench.decoding.kv_layout import RaggedLayout
+from specbench.decoding.model.staged_model import StagedModel
+from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.scheduler import Scheduler
+from specbench.decoding.state import Request
 from tests.support.aligned import AlignedChaos
+from tests.support.decoding import random_pair
+from tests.support.drafters import ModelTree
 from tests.support.schedules import assert_found, run_schedules
 
 SEEDS, SCHEDULES, ALIGNED = 24, 125, 60
@@ -42,6 +48,14 @@ def test_every_schedule_gives_every_row_its_own_run(seed):
 def test_rows_that_end_alike_run_in_any_order(seed):
     ran = run_schedules(seed, ALIGNED, lambda rng: AlignedChaos(rng.randint(1, 6), rng))
     assert ran == {(AlignedChaos, AlignedLayout)}
+
+
+def test_a_tree_leaves_no_hole_in_a_batch_of_one(monkeypatch):
+    monkeypatch.setattr(AlignedLayout, "_realign", lambda *_: pytest.fail("there is nothing to align"))
+    pair = random_pair("llama")
+    engine = Engine(StagedModel(pair.target), ModelTree(pair.draft), frozenset(), EqSpec(1))
+    found = engine.generate([Request([3, 9, 27], SamplingParams(30))])
+    assert any(step.accepted for step in found[0].steps)
 
 
 def test_order_is_gathered_slot_by_slot():
