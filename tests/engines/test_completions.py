@@ -121,7 +121,7 @@ def test_what_is_asked_for_reaches_the_decoder():
     ("body", "said"),
     [
         ("{", "Expecting"),
-        ([PROMPT], "no JSON object"),
+        ([PROMPT], "not a JSON object"),
         ({}, "'prompt'"),
         ({"prompt": "text"}, "'prompt'"),
         ({"prompt": []}, "at least one token id"),

@@ -104,18 +104,19 @@ def test_a_step_that_fails_ends_the_build_with_its_last_line(tmp_path, monkeypat
 
 
 def test_a_result_of_another_command_is_refused(tmp_path, monkeypatch):
+    result = tmp_path / "training.json"
+
     def process(target, args) -> SimpleNamespace:
-        return SimpleNamespace(start=lambda: None, join=lambda: None, exitcode=0)
+        return SimpleNamespace(start=lambda: result.write_text("{}"), join=lambda: None, exitcode=0)
 
     def step(*arguments: str) -> build.Step:
-        return build.Step("heads", 1.0, tmp_path / "training.json", ("train", *arguments))
+        return build.Step("heads", 1.0, result, ("train", *arguments))
 
     def make(*arguments: str) -> None:
         build.run_all([[step(*arguments)]], tmp_path / "logs", cores=1, label="x")
 
     monkeypatch.setattr(build, "CONTEXT", SimpleNamespace(Process=process))
     make("steps=1000", "seed=1")
-    (tmp_path / "training.json").write_text("{}")
     make("steps=1000", "seed=1")
     with pytest.raises(
         UserError, match=r"made with 'steps=1000', not 'steps=2000': .*delete .*training\.json"
@@ -123,6 +124,16 @@ def test_a_result_of_another_command_is_refused(tmp_path, monkeypatch):
         make("steps=2000", "seed=1")
     step().made_by.unlink()  # an older build did not tell
     make("steps=2000", "seed=1")
+
+
+def test_a_module_that_is_no_program_is_told(tmp_path, monkeypatch):
+    nothing = SimpleNamespace(start=lambda: None, join=lambda: None, exitcode=0)
+    monkeypatch.setattr(build, "CONTEXT", SimpleNamespace(Process=lambda target, args: nothing))
+    step = build.Step("heads", 1.0, tmp_path / "training.json", ("train",))
+    with pytest.raises(
+        SystemExit, match=r"heads left no .*training\.json .*: does its module run as a program"
+    ):
+        build.run_all([[step]], tmp_path / "logs", cores=1, label="x")
 
 
 def test_an_interrupted_build_ends_what_runs_and_begins_nothing(tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specbench.decoding import sampling
+from specbench.decoding import acceptance, sampling
 from specbench.decoding.engine import Engine
 from specbench.decoding.model import fixed_shape
 from specbench.decoding.model import staged_model as targets
@@ -123,6 +123,7 @@ def pretend(
     monkeypatch.setattr(targets, "runner_of", runner_of)
     # As on a GPU: what NumPy makes is nothing that an operation of torch has made.
     monkeypatch.setattr(sampling, "argmax_token", lambda logits: logits.argmax(-1))
+    monkeypatch.setattr(acceptance, "may_look", lambda _: False)
     monkeypatch.setattr(fixed_shape, "KV_BUCKET", kv_bucket)
     return made
 

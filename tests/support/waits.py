@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specbench import ROOT
+from specbench.decoding import acceptance
 from specbench.decoding.engine import Engine
 
 if TYPE_CHECKING:
@@ -138,7 +139,8 @@ def _known(func: Any) -> tuple[str, bool]:
 
 @contextmanager
 def watched(monkeypatch) -> Iterator[Waits]:
-    """Watches all engines of this thread."""
+    """Watches all engines of this thread, which do what they would do on a GPU."""
+    monkeypatch.setattr(acceptance, "may_look", lambda _: False)
     waits = Waits()
     for name, kind in (("_round", "round"), ("_prefill", "join"), ("_remove_finished", "retire")):
         inner = getattr(Engine, name)
