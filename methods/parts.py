@@ -12,14 +12,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 from methods.common.build import Step, run_all
 from methods.states import RECORD as STATES
 from methods.states import check_context
 from specbench.config.checks import check_sources
-from specbench.config.compose import program
+from specbench.config.compose import program, words_of_pair
 from specbench.config.overrides import quoted
 from specbench.data.conversations import check_prompt_weight, check_source
 from specbench.data.training import RECORD, training_pair
@@ -188,8 +187,7 @@ def make(cfg: DictConfig) -> None:
     check_sources(OmegaConf.masked_copy(cfg, ["pair"]))
     if cfg.conversations is not None:  # else the target writes its own
         check_source(cfg.conversations, cfg.pair)
-    named = [word for word in HydraConfig.get().overrides.task if word.lstrip("+").startswith("pair")]
-    pair = named if any(word.startswith("pair=") for word in named) else [f"pair={cfg.pair.name}", *named]
+    pair = words_of_pair(cfg.pair.name)
     out = Path(cfg.out)
     loaded = load_pair(training_pair(cfg.pair), cfg.seed, with_draft=False, weights=False)
     check_context(cfg, loaded)

@@ -22,11 +22,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 import torch
-from hydra.core.hydra_config import HydraConfig
 from tqdm import tqdm
 
 from methods.common.losses import CHUNK, LIKELIEST, PROBS, Head
-from specbench.config.compose import program
+from specbench.config.compose import program, words_of_pair
 from specbench.data.conversations import (
     Tokens,
     batched,
@@ -168,9 +167,7 @@ def command_for(cfg: DictConfig) -> str:
     # Those of EAGLE-3's and DFlash's kinds depend on how many layers the target has.
     unknown = ["DEPTHS"] if cfg.keys() & {"draft_vocab", "taps"} else []
     depths = ",".join(map(str, [*([cfg.exit_layer] if "exit_layer" in cfg else unknown), NORMED]))
-    words = HydraConfig.get().overrides.task if HydraConfig.initialized() else [f"pair={cfg.pair.name}"]
-    pair = shlex.join(word for word in words if word.lstrip("+~").startswith("pair"))
-    return f"specbench states {pair} {text} {same} taps=[{depths}] out=FOLDER"
+    return f"specbench states {shlex.join(words_of_pair(cfg.pair.name))} {text} {same} taps=[{depths}] out=FOLDER"
 
 
 def write(cfg: DictConfig) -> Path:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import hydra
 from hydra import compose, initialize_config_dir
+from hydra.core.hydra_config import HydraConfig
 
 from specbench import CONF
 from specbench.config import resolvers  # noqa: F401 - registers them
@@ -134,3 +135,10 @@ def program(
         return with_hydra(config_name, counted, resumes) or max(codes)
 
     return main
+
+
+def words_of_pair(name: str) -> list[str]:
+    """The words of the command line that choose the pair, with `pair=NAME` if none names it."""
+    overrides = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
+    words = [word for word in overrides if word.lstrip("+").startswith("pair")]
+    return words if any(word.startswith("pair=") for word in words) else [f"pair={name}", *words]

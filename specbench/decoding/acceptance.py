@@ -76,8 +76,7 @@ def accept(
         return _accept_tree(logits, draft, draft.tree, decoding, uniforms, valid_mask)
     if uniforms is None or draft.probs is None:
         numbers = None if uniforms is None else uniforms[:, : 1 + k, TARGET]
-        parents = torch.arange(k, device=logits.device).expand(b, -1)
-        choices = target_choices(logits, draft.tokens, parents, decoding, numbers)
+        choices = target_choices(logits, draft.tokens, decoding, numbers)
         if decoding.verification == TYPICAL:
             fits = (choices[:, :-1] == draft.tokens) | is_typical(logits[:, :-1], draft.tokens)
             count = leading(fits, valid_mask)
@@ -98,9 +97,9 @@ def may_look(tensor: torch.Tensor) -> bool:
 def target_choices(
     logits: torch.Tensor,
     tokens: torch.Tensor,
-    parents: torch.Tensor,
     decoding: SamplingParams,
     numbers: torch.Tensor | None,
+    parents: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The target's own token [b, 1 + k] after the pending token and each node, `UNREACHED` where none is needed.
 
@@ -110,13 +109,16 @@ def target_choices(
     Args:
         logits: [b, 1 + k, vocab].
         tokens: [b, k] the nodes.
-        parents: [b, k] the row of the verification that each node follows.
         decoding: how tokens are chosen.
         numbers: [b, 1 + k] to draw with; None when greedy.
+        parents: [b, k] the row of the verification that each node follows; None for a chain.
     """
     if numbers is None or not may_look(logits):
         return decoding.select(logits, numbers)[0]
-    choices = parents.new_full((tokens.shape[0], 1 + tokens.shape[1]), UNREACHED)
+    b, k = tokens.shape
+    if parents is None:
+        parents = torch.arange(k, device=tokens.device).expand(b, -1)
+    choices = tokens.new_full((b, 1 + k), UNREACHED)
     reached = torch.zeros_like(choices, dtype=torch.bool)
     reached[:, 0] = True
     while reached.any():
@@ -150,10 +152,11 @@ def _accept_tree(
         numbers = None
         if uniforms is not None:  # a node of depth d is d positions after the pending token
             numbers = uniforms[..., TARGET].gather(1, tree.offsets().expand(b, -1))
-        choices = target_choices(logits, draft.tokens, parents + 1, decoding, numbers)
-        fits = choices.gather(1, parents + 1) == draft.tokens
+        followed = parents + 1  # rows of the verification
+        choices = target_choices(logits, draft.tokens, decoding, numbers, followed)
+        fits = choices.gather(1, followed) == draft.tokens
         if decoding.verification == TYPICAL:
-            rows = (parents + 1).unsqueeze(-1).expand(-1, -1, logits.shape[-1])
+            rows = followed.unsqueeze(-1).expand(-1, -1, logits.shape[-1])
             fits = fits | is_typical(logits.gather(1, rows), draft.tokens)
         fits = fits if valid_mask is None else fits & valid_mask
         count, path, last = longest_path(fits, tree)

@@ -20,12 +20,7 @@ from tests.support.conf import composed
 from tests.support.decoding import random_pair
 from tests.support.lossless import assert_lossless
 from tests.support.methods import trimming
-
-
-def edit(folder, **values) -> None:
-    """Sets values of a config.json."""
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+from tests.support.models import edit_json
 
 
 def z_lab(model: BlockModel, folder) -> dict:
@@ -206,7 +201,7 @@ def test_a_file_of_speculators_that_does_not_say_which_token_a_place_guesses_is_
 def test_other_files_may_say_which_token_a_place_guesses(after, tmp_path):
     pair = random_pair("llama")
     save_blocks(drafting_model(pair, "markov"), tmp_path, torch.float32)
-    edit(tmp_path, sample_from_anchor=after)
+    edit_json(tmp_path / "config.json", sample_from_anchor=after)
     assert load_blocks(tmp_path, StagedModel(pair.target)).config.fills_in is (after is False)
 
 
@@ -226,7 +221,7 @@ def test_drafting_layers_rotate_whole_heads(tmp_path):
     pair = random_pair("llama")
     save_blocks(drafting_model(pair, "independent"), tmp_path, torch.float32)
     rope = {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25}
-    edit(tmp_path, rope_parameters=rope)
+    edit_json(tmp_path / "config.json", rope_parameters=rope)
     with pytest.raises(UserError, match="partial_rotary_factor=0.25, and drafting layers rotate whole heads"):
         load_blocks(tmp_path, StagedModel(pair.target))
 

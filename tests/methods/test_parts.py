@@ -104,7 +104,6 @@ def test_the_tree_is_counted_for_the_layers_that_the_pair_drafts_with(tmp_path):
 
 def test_rows_that_the_context_does_not_hold_are_refused_before_anything_is_made(tmp_path, monkeypatch):
     monkeypatch.setattr(parts, "run_all", None)
-    monkeypatch.setattr(parts.HydraConfig, "get", lambda: OmegaConf.create({"overrides": {"task": []}}))
     pair = saved_pair(training_workplace(tmp_path))
     with pytest.raises(UserError, match="length=4097 does not fit into the context of"):
         parts.make(composed("parts", *pair, "length=4097", f"out={tmp_path}/build"))
@@ -123,7 +122,6 @@ def test_what_cannot_be_made_is_one_line(tmp_path, monkeypatch, words, message):
     monkeypatch.chdir(tmp_path)
     Path("FILE").write_text("")
     monkeypatch.setattr(parts, "run_all", lambda *_: None)
-    monkeypatch.setattr(parts.HydraConfig, "get", lambda: OmegaConf.create({"overrides": {"task": []}}))
     with pytest.raises(UserError, match=message):
         parts.make(composed("parts", *words))
 

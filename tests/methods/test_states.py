@@ -520,8 +520,8 @@ def test_logits_of_a_large_batch_are_computed_again_for_the_gradient(monkeypatch
     """None of a whole vocabulary stays, and the gradients are those of a loss that keeps them."""
     torch.manual_seed(0)
     head, batch = torch.nn.Linear(8, 37), {"loss_weight": torch.rand(3, 400)}
-    guessed, told = torch.randn(3, 400, 8), torch.randn(3, 400, 37)
-    loss, teacher = Loss(), teacher_of(batch, Head(torch.eye(37)), told)
+    guessed, targets = torch.randn(3, 400, 8), torch.randn(3, 400, 37)
+    loss, teacher = Loss(), teacher_of(batch, Head(torch.eye(37)), targets)
     goals = loss.goals(batch, ahead=2)
 
     def cost() -> torch.Tensor:

@@ -22,7 +22,7 @@ from specbench.models.surgery import cut
 from specbench.system.errors import UserError
 from specbench.system.files import read_json
 from tests.support.conf import composed
-from tests.support.models import TEMPLATE, byte_tokenizer, random_model, save_pair
+from tests.support.models import TEMPLATE, byte_tokenizer, edit_json, random_model, save_pair
 
 CHAT = [
     {"role": "user", "content": "Zwölf?"},
@@ -35,10 +35,6 @@ CHAT = [
 def cfg(tmp_path):
     """The config of a freshly saved pair that a test may spoil."""
     return save_pair(tmp_path / "pair")
-
-
-def edit_json(path, **values):
-    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -226,3 +227,8 @@ def save_pair(folder: Path, tokenizer: PreTrainedTokenizerFast | None = None, **
     base = OmegaConf.load(CONF / "pair" / "_base.yaml")
     own = {"name": "saved", "target": str(folder / "target"), "draft": str(folder / "draft"), "device": "cpu"}
     return OmegaConf.merge(base, own)
+
+
+def edit_json(path: Path, **values: object) -> None:
+    """Sets values of a file that holds an object."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
