@@ -12,6 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from specbench.decoding import acceptance, sampling
 from specbench.decoding.cpu import lean_modules as layers
 from specbench.decoding.engine import Engine, exhaust
 
@@ -57,8 +58,9 @@ def without_data(monkeypatch) -> Iterator[None]:
     """
     monkeypatch.setattr(layers, "_is_rms_norm", lambda module: False)
     monkeypatch.setattr(FakeTensor, "tolist", lambda tensor: np.ones(tensor.shape, dtype=int).tolist())
-    # Of logits on a CPU, whose argmax NumPy takes: it is not counted.
-    monkeypatch.setattr(FakeTensor, "numpy", lambda tensor: np.zeros(tensor.shape, dtype=np.float32))
+    # A CPU's argmax is of our own kernel or NumPy's, which need numbers.
+    monkeypatch.setattr(sampling, "argmax_token", lambda logits: logits.argmax(-1))
+    monkeypatch.setattr(acceptance, "may_look", lambda _: False)
     with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         yield
@@ -82,7 +84,8 @@ def counts_by_round(monkeypatch, engine: Engine, requests: list, rounds: int) ->
         return done
 
     monkeypatch.setattr(engine, "_round", counted)
+    # Not under inference mode, in which composite operations are not told apart.
+    monkeypatch.setattr(Engine, "reserve", Engine.reserve.__wrapped__)  # type: ignore[attr-defined]
     with suppress(Enough):
-        # Not under inference mode, in which composite operations are not told apart.
         exhaust(Engine.rounds.__wrapped__(engine, requests))  # type: ignore[attr-defined]
     return found
