@@ -66,7 +66,7 @@ def speedup_text(numbers: dict, narrow: bool = False) -> Text:
 def questions_text(numbers: dict) -> str:
     """Number of questions in a block of numbers, such as "6 of 36" if the others have no speedup."""
     every, timed = numbers["questions"], numbers["speedup_questions"]
-    return str(every) if timed in (every, None) or numbers.get("pools") else f"{timed} of {every}"
+    return str(every) if timed in (every, None) or numbers["pools"] else f"{timed} of {every}"
 
 
 def ratio_text(value: float | None, low: float | None, high: float | None, narrow: bool = False) -> Text:

@@ -127,7 +127,7 @@ def check(claim: Mapping, runs: list[Run]) -> Checked:
     """Checks one claim on the runs."""
     judged = runs
     if "settings" in claim:
-        judged = [run for run in runs if run.summary.get("settings_source") == claim["settings"]]
+        judged = [run for run in runs if run.summary["settings_source"] == claim["settings"]]
     fitting, small = _on_pairs(claim, judged)
     others = {"tuned": claim} if "settings" in claim else {}
     if "ours" in claim:
@@ -159,10 +159,7 @@ def _on_pairs(claim: Mapping, runs: list[Run]) -> tuple[Finding, Finding | None]
 def _tuned(runs: list[Run]) -> list[Run]:
     """The runs with published and then those with tuned settings: the last is a method's best, whether tuned or not."""
     return [
-        run
-        for source in ("published", "tuned")
-        for run in runs
-        if run.summary.get("settings_source") == source
+        run for source in ("published", "tuned") for run in runs if run.summary["settings_source"] == source
     ]
 
 
@@ -341,8 +338,8 @@ def share_of_answers(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | N
     groups: dict[tuple, list[dict]] = defaultdict(list)
     for run in matching:
         is_embedded = _matches(SMALL, run) or _matches(EXPANDED, run)
-        family = "embedded" if is_embedded else (run.summary["pair"], run.summary.get("target"))
-        groups[(family, *(run.summary.get(key) for key in SAME_ANSWERS))].append(run.summary)
+        family = "embedded" if is_embedded else (run.summary["pair"], run.summary["target"])
+        groups[(family, *(run.summary[key] for key in SAME_ANSWERS))].append(run.summary)
     total: Counter[str] = Counter()
     for summaries in groups.values():
         most = {key: max(one["equivalence"][key] or 0 for one in summaries) for key in ("answers", *VERDICTS)}
@@ -371,7 +368,7 @@ def parameters(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
         (ours, theirs)
         for ours in runs
         if _matches(claim["of"], ours)
-        and (theirs := _last(against | {key: ours.summary.get(key) for key in ("pair", "target")}, runs))
+        and (theirs := _last(against | {key: ours.summary[key] for key in ("pair", "target")}, runs))
         is not None
     ]
     both = [pair for pair in both if all(map(_parameters, pair))]
@@ -448,12 +445,12 @@ def _doubts(claim: Mapping, ours: list[Run], others: list[Run]) -> list[str]:
 
 
 def _parameters(run: Run) -> int:
-    return sum(one["parameters"] for one in run.summary.get("trained_weights", {}).values())
+    return sum(one["parameters"] for one in run.summary["trained_weights"].values())
 
 
 def _form(run: Run) -> str:
     """Whether the trained weights of a run draft through the target's head; empty if unknown."""
-    forms = {one["shared_head"] for one in run.summary.get("trained_weights", {}).values()}
+    forms = {one["shared_head"] for one in run.summary["trained_weights"].values()}
     return SHARED_HEAD if True in forms else OWN_HEAD if False in forms else ""
 
 

@@ -249,13 +249,7 @@ def verdict_of_many(overall: Mapping[str, Any], count: int) -> str | None:
 def of_many(overall: Mapping[str, Any], count: int) -> Speedup:
     """A speedup with the interval that it needs as one of `count` from which the fastest is chosen."""
     value, low, high = (overall[f"speedup{end}"] for end in ("", "_low", "_high"))
-    return widened(Speedup(value, low, high, _freedom(overall)), count)
-
-
-def _freedom(overall: Mapping[str, Any]) -> float | None:
-    """Degrees of freedom of a speedup's interval; for older runs, from questions or pools; None: unlimited."""
-    entries = overall.get("pools") or overall.get("speedup_questions") or 0
-    return overall.get("speedup_freedom") or (entries - 1 if entries > 1 else None)
+    return widened(Speedup(value, low, high, overall["speedup_freedom"]), count)
 
 
 def decisions(runs: Iterable[Run]) -> list[Decision]:
@@ -295,7 +289,7 @@ def in_words(setting: tuple[str, ...], others: Iterable[tuple[str, ...]]) -> str
 
 def is_hypothetical(summary: dict) -> bool:
     """Whether the run cannot be deployed: its drafter knows the answers, or its weights are random."""
-    return bool(summary.get("reference_answer")) or summary["weights"] == "random"
+    return bool(summary["reference_answer"]) or summary["weights"] == "random"
 
 
 def _is_plain(summary: dict) -> bool:
@@ -362,21 +356,21 @@ def setting_key(summary: dict, batches: bool = True) -> tuple[str, ...]:
     It contains size and pools of a batch only if `batches`, and what a run chooses by itself for such a batch: its
     threads, and the faster baseline.
     """
-    shared = {key: summary.get(key) for key in SETTING}
+    shared = {key: summary[key] for key in SETTING}
     shared["batch_size"] = batch_size(summary) if batches else None
-    shared["pool"] = summary.get("pool") if batches else None
+    shared["pool"] = summary["pool"] if batches else None
     shared["dtype"] = remarks.dtype_label(summary)
     words = [
         IN_TITLES[key].format(value)
         for key, value in shared.items()
         if value is not None and USUAL.get(key) != value
     ]
-    if batches and (threads := summary.get("threads")) is not None:
+    if batches and (threads := summary["threads"]) is not None:
         words.append(f"{threads} threads" if threads != 1 else "1 thread")
     if batches and summary["baseline"]["quoted_against"] != ENGINE:
         words.append("against generate")
     words += filter(None, of_engine(summary).values())
-    return ", ".join(words), *(str(summary.get(key)) for key in UNSAID)
+    return ", ".join(words), *(str(summary[key]) for key in UNSAID)
 
 
 def batch_size(summary: dict) -> int:
@@ -389,7 +383,7 @@ def draft_length(summary: Mapping) -> int | None:
     settings = summary["settings"]
     if (key := next((key for key in LENGTHS if key in settings), None)) is None:
         return None
-    longest = summary.get("longest_path") or None  # unknown for another engine
+    longest = summary["longest_path"] or None  # unknown for another engine
     if settings[key] is None:
         return longest
     # A tree of few nodes has fewer levels than requested.
@@ -401,7 +395,7 @@ def tree_size(summary: dict) -> tuple[int | None, int | None] | None:
     settings = without_group(summary["settings"])
     if summary["engine"] is not None or settings.get("width") == 1:  # other engines verify chains
         return None
-    if (nodes := summary.get("max_nodes")) is not None:
+    if (nodes := summary["max_nodes"]) is not None:
         return (nodes, summary["longest_path"]) if nodes else None
     if settings.keys().isdisjoint(OF_TREES) and settings.get("shape") != "tree":
         return None
@@ -435,5 +429,5 @@ def beside_length(summary: dict) -> dict:
 
 def _trained(summary: dict) -> str:
     """The most tokens that a part of the drafter was trained on, over all its stages."""
-    tokens = [tokens_seen(record) for record in summary.get("training", {}).values() if "steps" in record]
+    tokens = [tokens_seen(record) for record in summary["training"].values() if "steps" in record]
     return f"{max(tokens) / 1e6:.1f} M" if tokens else UNKNOWN

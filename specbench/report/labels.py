@@ -93,7 +93,7 @@ def beside_engines(summaries: Iterable[dict]) -> list[dict]:
 def _question(summary: Mapping) -> tuple:
     """What engines that are shown side by side share."""
     return tuple(
-        summary.get(key)
+        summary[key]
         for key in ("method", "pair", "data", "split", "turns", "questions_sha256", "temperature")
     )
 
@@ -134,7 +134,7 @@ def varied_settings(summaries: Iterable[Mapping]) -> list[dict]:
 
 def chosen_settings(summary: Mapping) -> dict:
     """The settings of a run, its draft model, which the pair names, and the costs of rounds that it was given."""
-    more = {DRAFT: summary.get("draft"), ROUND_COSTS: summary.get("set_round_costs")}
+    more = {DRAFT: summary["draft"], ROUND_COSTS: summary["set_round_costs"]}
     return summary["settings"] | {key: value for key, value in more.items() if value is not None}
 
 
@@ -143,11 +143,11 @@ def pair_names(summaries: Iterable[Mapping]) -> list[str]:
     summaries = list(summaries)
     targets: dict[str, set] = {}
     for summary in summaries:
-        targets.setdefault(summary["pair"], set()).add(summary.get("target"))
+        targets.setdefault(summary["pair"], set()).add(summary["target"])
     return [
         # Older runs do not record it.
         f"{pair} ({target})" if target is not None and len(targets[pair] - {None}) > 1 else pair
-        for pair, target in ((summary["pair"], summary.get("target")) for summary in summaries)
+        for pair, target in ((summary["pair"], summary["target"]) for summary in summaries)
     ]
 
 
@@ -173,7 +173,7 @@ def _settings_words(summaries: Sequence[Mapping]) -> list[list[str]]:
     every = varied_settings(summaries)
     beside = [as_text({key: varied[key] for key in varied if _is_no_setting(key)}) for varied in every]
     words = [as_text(varied) for varied in every]
-    sources = [summary.get("settings_source") for summary in summaries]
+    sources = [summary["settings_source"] for summary in summaries]
     by_source: dict[str, dict[str | None, dict[str, set[tuple[str, ...]]]]] = {}
     for summary, pair, source, varied, more in zip(summaries, pair_names(summaries), sources, words, beside):
         of_pair = by_source.setdefault(method_label(summary), {}).setdefault(source, {})

@@ -104,4 +104,4 @@ def different_phases(runs: Iterable[Run]) -> list[str]:
 
 def _speed(summary: Mapping) -> dict | None:
     """The machine's speed in a summary; None without probes, as in older runs."""
-    return (summary.get("machine") or {}).get("speed")
+    return summary["machine"].get("speed")

@@ -48,8 +48,8 @@ def batch_line(summary: dict) -> str:
 
 def passes_line(summary: dict) -> str:
     """How far the overall speedup moves when the same questions are measured again; empty for a single pass."""
-    overall, passes, processes = summary["overall"], summary["repeats"], summary.get("processes", 1)
-    if overall.get("passes_low") is None:
+    overall, passes, processes = summary["overall"], summary["repeats"], summary["processes"]
+    if overall["passes_low"] is None:
         return ""
     over = f"{passes} passes" if processes == 1 else f"{passes} passes in {processes} processes"
     return (
@@ -68,7 +68,7 @@ def acceptance_line(numbers: dict) -> str:
 
 def machine_line(summary: dict) -> str:
     """Load by other processes during a run; empty if it was not watched, as in older runs."""
-    machine = summary.get("machine") or {}
+    machine = summary["machine"]
     if machine.get("disturbed_share") is None:
         return ""
     text = f"other processes disturbed {share_text(machine['disturbed_share'])} of the time"
@@ -84,14 +84,14 @@ def machine_line(summary: dict) -> str:
 def kernels_line(summary: dict) -> str:
     """Which kernels ran a CPU's short passes, and whether layers were compiled; empty for older runs."""
     elsewhere = summary["device"] != "cpu" or summary["engine"]
-    if elsewhere or summary.get("compiled") is None or summary.get("layouts"):
+    if elsewhere or summary["compiled"] is None:
         return ""
-    kernels = f"torch's kernels ({reason})" if (reason := summary.get("kernels")) else "kernels of our own"
-    tiles = " on AMX" if summary.get("tiles") and not reason else ""
+    kernels = f"torch's kernels ({reason})" if (reason := summary["kernels"]) else "kernels of our own"
+    tiles = " on AMX" if summary["tiles"] and not reason else ""
     compiled = ", layers compiled" if summary["compiled"] else ""
-    failed = "; ".join(f"{kind}: {why}" for kind, why in (summary.get("uncompiled") or {}).items())
+    failed = "; ".join(f"{kind}: {why}" for kind, why in (summary["uncompiled"] or {}).items())
     beyond = ""
-    if not reason and (tokens := summary.get("beyond_kernels")):
+    if not reason and (tokens := summary["beyond_kernels"]):
         beyond = (
             f"; one with a full draft of each sequence has {tokens} tokens and runs as a prompt does, the baseline's "
             "do not"
@@ -101,14 +101,14 @@ def kernels_line(summary: dict) -> str:
 
 def repetition_line(summary: dict) -> str:
     """How much the answers repeat themselves, by task; nothing for older runs."""
-    shares = {name: numbers.get("distinct_4grams") for name, numbers in summary["tasks"].items()}
+    shares = {name: numbers["distinct_4grams"] for name, numbers in summary["tasks"].items()}
     parts = ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share is not None)
     return f"4-grams of the answers that do not occur earlier in the answer: {parts}" if parts else ""
 
 
 def changed_drafts_line(summary: dict) -> str:
     """A warning if a drafter does not draft the same for the same question; else empty."""
-    changed = summary.get("changed_drafts")
+    changed = summary["changed_drafts"]
     if not changed:
         return ""
     return (
@@ -130,7 +130,7 @@ def captured(summary: dict) -> str:
 
 def _lost_share(summary: dict, name: str) -> float:
     """A share of the measured time; 0 if it is too small for a warning, or unknown, as in older runs."""
-    share = (summary.get("machine") or {}).get(name)
+    share = summary["machine"].get(name)
     return 0.0 if share is None or share <= WORST_DISTURBED else share
 
 
@@ -158,7 +158,7 @@ def machine_warnings(runs: Iterable[Run]) -> list[str]:
 
 def too_few_cores(summary: dict) -> str:
     """A warning if a method computes on more cores than there are; else empty, also for older runs."""
-    wanted, present = _cores_wanted(summary), summary.get("cores")
+    wanted, present = _cores_wanted(summary), summary["cores"]
     if wanted is None or present is None or wanted <= present:
         return ""
     return f"TOO FEW CORES: {wanted} wanted, {present} present; the drafter takes the target's"
@@ -166,8 +166,8 @@ def too_few_cores(summary: dict) -> str:
 
 def weak_baseline(summary: dict) -> str:
     """A warning if the baseline alone is faster with other threads than the run's; else, or if unmeasured, empty."""
-    seconds = {int(n): of_n for n, of_n in (summary.get("baseline_by_threads") or {}).items()}
-    usual = seconds.get(summary.get("threads") or 0)
+    seconds = {int(n): of_n for n, of_n in (summary["baseline_by_threads"] or {}).items()}
+    usual = seconds.get(summary["threads"] or 0)
     best = min(seconds, key=lambda n: seconds[n], default=None)
     if usual is None or best is None or seconds[best] >= WORTH * usual:
         return ""
@@ -179,7 +179,7 @@ def weak_baseline(summary: dict) -> str:
 
 def in_one_process(runs: Iterable[Run]) -> bool:
     """Whether any run was measured by one process: its interval then does not cover how processes differ."""
-    return any((run.summary.get("processes") or 1) < LEAST_PASSES for run in runs)
+    return any((run.summary["processes"] or 1) < LEAST_PASSES for run in runs)
 
 
 def kinds(lines: Iterable[str]) -> list[str]:
@@ -198,7 +198,7 @@ def paired_over(count: int, unit: str) -> str:
 
 def settings_line(summary: dict) -> str:
     """The source of a run's settings; empty if unknown, as for older runs, or if there are none."""
-    source, published = summary.get("settings_source"), summary.get("settings_published") or {}
+    source, published = summary["settings_source"], summary["settings_published"]
     if source == "changed":
         chosen = summary["settings"] | beside_settings(summary)
         changes = [
@@ -216,7 +216,7 @@ def beside_settings(summary: dict) -> dict:
     """What counts as a setting beside those of a method: the rule of draft lengths, and the vocabulary."""
     of_drafter = without_group(summary["settings"])
     return {
-        "decoding.draft_length": summary.get("draft_length"),
+        "decoding.draft_length": summary["draft_length"],
         "vocab": "full" if of_drafter.get(VOCAB_MAP) is None else "trim",
         "vocab.size": of_drafter.get(VOCAB_SIZE),
     }
@@ -230,7 +230,7 @@ def settings_lines(summaries: Iterable[dict]) -> list[str]:
     summaries = list(summaries)
     sources: dict[str, set[str | None]] = {}
     for summary in summaries:
-        sources.setdefault(method_label(summary), set()).add(summary.get("settings_source"))
+        sources.setdefault(method_label(summary), set()).add(summary["settings_source"])
     names: dict[str, dict[str, None]] = {}
     for summary, label in zip(summaries, labels(summaries)):
         method = method_label(summary)
@@ -251,7 +251,7 @@ def _plain(value: object) -> str:
 
 def turns(summary: dict) -> str:
     """How arms took turns, in words; in older runs, which do not record it, by whole answers."""
-    seconds = summary.get("slice_seconds")
+    seconds = summary["slice_seconds"]
     return "whole answers" if seconds is None else f"slices of {seconds * 1000:.0f} ms"
 
 
@@ -298,7 +298,7 @@ def engine_line(summary: dict) -> Text:
         text.append(
             "\nits servers were started elsewhere, once: another start may differ, which no interval covers"
         )
-    elif summary.get("processes", 1) == 1:
+    elif summary["processes"] == 1:
         text.append("\none start of its servers: another one may differ (processes=2 has two)")
     return text
 
@@ -356,7 +356,7 @@ def memories(runs: Iterable[Run]) -> list[str]:
     for run in runs:
         if run.summary["learns"]:
             names_by_kind.setdefault("carries over between answers", []).append(run.name)
-        if (record := run.summary.get("training", {}).get(WARM)) is not None:
+        if (record := run.summary["training"].get(WARM)) is not None:
             names_by_kind.setdefault(warmed_with(record), []).append(run.name)
     return [f"memory {kind}: {named(names)}" for kind, names in names_by_kind.items()]
 
@@ -370,7 +370,6 @@ def is_one_pool(summary: dict) -> bool:
 def title_text(summary: dict) -> Text:
     """The title of a run's table: its faults, and what was measured how."""
     text = Text()
-    sliced = f", {turns(summary)}" if "slice_seconds" in summary else ""
     for line in faults(summary, with_baseline=False):
         text.append(f"{line}\n", style=WRONG)
     of_machine = slow_machine(summary), disturbed(summary), captured(summary)
@@ -381,7 +380,7 @@ def title_text(summary: dict) -> Text:
     text.append(f"{method_label(summary)}{settings}", style="bold").append(
         f" on {summary['pair']}: {summary['data']}, {summary['task']}, temperature {summary['temperature']}, "
         f"{_verification(summary)}batch {summary['batch_size']}, {dtype_label(summary)}, "
-        f"{summary['device']}{_threads(summary)}{sliced}"
+        f"{summary['device']}{_threads(summary)}, {turns(summary)}"
     )
     if source := settings_line(summary):
         text.append(f"; {source}")
@@ -402,15 +401,15 @@ def _verification(summary: dict) -> str:
 
 def dtype_label(summary: dict) -> str:
     """The dtype of a run, and what its target was made from; or the file that another engine decodes with."""
-    if (file := summary.get("engine_target")) is not None:
+    if (file := summary["engine_target"]) is not None:
         return file
-    source = summary.get("weights_source")
+    source = summary["weights_source"]
     return f"{summary['dtype']} ({source})" if source else summary["dtype"]
 
 
 def _threads(summary: dict) -> str:
     """The threads of a run on a CPU; empty for an older run, which does not record them."""
-    threads = summary.get("threads") if summary["device"] == "cpu" else None
+    threads = summary["threads"] if summary["device"] == "cpu" else None
     return "" if threads is None else f", {threads} thread{'s' if threads > 1 else ''}{cores_label(summary)}"
 
 
@@ -422,5 +421,5 @@ def cores_label(summary: dict) -> str:
 
 def _cores_wanted(summary: dict) -> int | None:
     """The cores of a method that drafts on extra ones; None for other methods, and for older runs."""
-    extra, threads = summary.get("extra_cores"), summary.get("threads")
+    extra, threads = summary["extra_cores"], summary["threads"]
     return threads + extra if extra and threads else None

@@ -259,7 +259,7 @@ def replay_table(recorded: Sequence[Recorded], title: str) -> tuple[Table, str]:
     beside = [one for one in recorded if one.rule == CONSTANT or one.most == base.longest]
     measured = {one.longest if one.rule == CONSTANT else one.rule: one.measured for one in beside}
     rules: dict[str | int, Constant] = {length: Constant(length) for length in range(1, base.longest + 1)}
-    any_length = base.run.summary.get("any_length") is not False  # unknown in older runs
+    any_length = base.run.summary["any_length"] is not False  # unknown in older runs
     if any_length:
         rules[ADAPTIVE] = Adaptive(base.longest)
     if any_length and costs is not None:

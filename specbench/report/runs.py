@@ -16,7 +16,7 @@ from specbench.measure.machine import provenance
 from specbench.measure.metrics import summary as metrics
 from specbench.measure.metrics.metrics import METRICS
 from specbench.measure.records import run_folder as store
-from specbench.measure.records.migrate import migrated, migrated_facts, migrated_summary
+from specbench.measure.records.migrate import migrated, migrated_config, migrated_facts, migrated_summary
 from specbench.report.labels import as_text, labels, named
 from specbench.system.errors import UserError
 from specbench.system.files import finite, read_json
@@ -96,7 +96,7 @@ class Run:
 
     def parts(self, what: str) -> pd.DataFrame:
         """The parts of a number, as returned by `metrics.parts`."""
-        return metrics.parts(self.records, what, self.unit, self.summary.get("target_pass_bytes"))
+        return metrics.parts(self.records, what, self.unit, self.summary["target_pass_bytes"])
 
     def parts_by_process(self, what: str) -> list[pd.DataFrame]:
         """Likewise by process, as returned by `metrics.parts_by_process`."""
@@ -196,10 +196,7 @@ def _summary(folder: Path) -> dict:
     tasks = summary.get("tasks")
     shape = SUMMARY | ({"tasks": dict.fromkeys(tasks, NUMBERS)} if isinstance(tasks, dict) else {})
     lacking, written = list(_lacking(summary, shape)), _lines(folder / store.RECORDS)
-    measured = summary.get("records")
-    if measured is None:  # older folders hold one record for each question, whatever the repeats
-        with suppress(KeyError, TypeError):
-            measured = summary["overall"]["questions"] + summary["failed"]
+    measured = summary["records"]
     if lacking:  # written before a number was added: it is made of the records, unless they are lacking, too
         with suppress(UserError):
             if measured == written:
@@ -212,7 +209,7 @@ def _summary(folder: Path) -> dict:
 
 def _with_questions(summary: dict, folder: Path) -> dict:
     """A summary with the checksum of its questions; for an older one, from the provenance."""
-    if "questions_sha256" in summary or (origin := Run(folder, {}).provenance) is None:
+    if summary["questions_sha256"] is not None or (origin := Run(folder, {}).provenance) is None:
         return summary
     return summary | {"questions_sha256": origin["questions"]["sha256"]}
 
@@ -228,13 +225,12 @@ def _derived(folder: Path) -> dict:
         raise UserError(f"damaged: {store.SUMMARY} cannot be derived ({error})") from error
     if lacking := [*_lacking(facts, FACTS), *_lacking(config, CONFIG)]:
         raise UserError(f"damaged: {store.FACTS} and {store.CONFIG} lack {named(lacking)}")
-    facts = migrated_facts(facts)
     if origin := Run(folder, {}).provenance:
         machine = origin["machine"]
         on_gpu = facts["device"].startswith("cuda") and machine["gpus"]
         processor = machine["gpus"][0]["name"] if on_gpu else machine["cpu"]
         facts = {"processor": processor, "questions": origin["questions"]["sha256"]} | facts
-    return finite(metrics.summary(_records(folder), facts, config))
+    return finite(metrics.summary(_records(folder), migrated_facts(facts), migrated_config(config)))
 
 
 def _records(folder: Path) -> list[dict]:
@@ -350,14 +346,14 @@ def differences(first: Run, run: Run) -> list[str]:
 
 def _means(summary: Mapping) -> dict[str, object]:
     means: dict[str, object] = {"engine.version": (summary["engine"] or {}).get("version")}
-    if summary.get("compiled") is not None:  # unknown in older runs
-        ours = "our own, on AMX" if summary.get("tiles") else "our own"
-        means["kernels"] = f"torch's ({reason})" if (reason := summary.get("kernels")) else ours
+    if summary["compiled"] is not None:  # unknown in older runs
+        ours = "our own, on AMX" if summary["tiles"] else "our own"
+        means["kernels"] = f"torch's ({reason})" if (reason := summary["kernels"]) else ours
         means["compiled"] = summary["compiled"]
-    if str(summary.get("device")).startswith("cuda"):  # one of several in a machine
-        means["machine.processor"] = summary.get("processor")
-    if summary.get("temperature") or summary.get("weights") == "random":
-        means["seed"] = summary.get("seed")
+    if str(summary["device"]).startswith("cuda"):  # one of several in a machine
+        means["machine.processor"] = summary["processor"]
+    if summary["temperature"] or summary["weights"] == "random":
+        means["seed"] = summary["seed"]
     return means
 
 

@@ -50,7 +50,7 @@ def run_table(summary: dict) -> Table:
         remarks.likelihood_line(summary),
         verdicts.ties_line(summary),
         remarks.batch_line(summary),
-        *summary.get("notes", ()),
+        *summary["notes"],
         remarks.acceptance_line(summary["overall"]),
         remarks.changed_drafts_line(summary),
         remarks.passes_line(summary),
@@ -179,7 +179,7 @@ def pairs_table(summaries: Iterable[dict]) -> Table | None:
 
 def _changes(summary: dict) -> str:
     """The settings that a command line changed, in its form; empty if it changed none."""
-    if summary.get("settings_source") != CHANGED:
+    if summary["settings_source"] != CHANGED:
         return ""
     chosen = summary["settings"] | remarks.beside_settings(summary)
     return ", ".join(as_text({key: chosen.get(key) for key in summary["settings_published"]}))

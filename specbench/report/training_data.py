@@ -55,8 +55,8 @@ def training_table(summaries: Iterable[dict]) -> Table | None:
 
 def _records(summary: dict) -> dict[str, dict]:
     """The record of each trained part by its name; {} of one that has none, as it was trained elsewhere."""
-    parts = [*summary.get("trained_weights", {}), *(["draft"] if summary.get("draft") else [])]
-    return {part: {} for part in parts} | summary.get("training", {})
+    parts = [*summary["trained_weights"], *(["draft"] if summary["draft"] else [])]
+    return {part: {} for part in parts} | summary["training"]
 
 
 def _cleared_of(record: dict) -> str:
@@ -75,7 +75,7 @@ def differing_training(summaries: Iterable[dict]) -> list[str]:
     trained: dict[tuple[int, str], list[str]] = {}
     stored: dict[tuple[int, str], list[str]] = {}
     for label, summary in zip(labels(summaries), summaries):
-        for record in summary.get("training", {}).values():
+        for record in summary["training"].values():
             seen = trained if "steps" in record else stored
             names = seen.setdefault((tokens_seen(record), _text(record, _data)), [])
             if label not in names:
@@ -112,7 +112,7 @@ def _differing_memory(summaries: list[dict]) -> list[str]:
     began: dict[str, list[str]] = {"warmed": [], "empty": []}
     for label, summary in zip(labels(summaries), summaries):
         if {WARM, f"drafter.{WARM}"} & summary["settings"].keys():
-            began["warmed" if WARM in summary.get("training", {}) else "empty"].append(label)
+            began["warmed" if WARM in summary["training"] else "empty"].append(label)
     if not all(began.values()):
         return []
     kinds = "; ".join(f"{how}: {named(names)}" for how, names in began.items())

@@ -56,16 +56,16 @@ def improbable(summary: dict) -> list[str]:
 
 def too_many_ties(summary: dict) -> bool:
     """Whether more answers are ties than rounding explains: a rule may be lossy by less than the noise."""
-    ties = summary.get("ties")
+    ties = summary["ties"]
     return ties is not None and ties["p_value"] < UNLIKELY
 
 
 def ties_line(summary: dict) -> str:
     """The number of ties, beside the one that rounding explains if that is known, and the widest tie; may be empty."""
-    ties, counts, parts = summary.get("ties"), summary["equivalence"], []
+    ties, counts, parts = summary["ties"], summary["equivalence"], []
     if ties is not None and max(ties["count"], ties["expected"]) >= 0.5:
         parts.append(f"{ties['count']} ties, where rounding explains {ties['expected']:.1f}")
-    if (margin := counts.get("tie_margin")) is not None:  # older runs lack it
+    if (margin := counts["tie_margin"]) is not None:
         parts.append(f"widest tie {margin:.2g} logits, where rounding explains {counts['tie_noise']:.2g}")
     return "; ".join(parts)
 

@@ -9,6 +9,7 @@ import pytest
 from specbench.measure.metrics import summary as metrics
 from specbench.measure.metrics.metrics import METRICS, Metric
 from specbench.measure.records import run_folder as store
+from specbench.measure.records.migrate import LATER, migrated_summary
 from specbench.report import __main__ as command
 from specbench.report import formats, plots, runs, tables
 from specbench.report.labels import labels, task_names
@@ -187,13 +188,52 @@ def test_the_questions_of_an_older_folder_are_those_of_its_provenance(tmp_path):
     """Its summary names the data alone, of which several files may go by one name."""
     older = without(SUMMARY, "questions_sha256")
     assert run_of(tmp_path, "a", older).summary["questions_sha256"] == "e" * 64
-    assert "questions_sha256" not in run_of(tmp_path, "b", older, provenance=None).summary
+    assert run_of(tmp_path, "b", older, provenance=None).summary["questions_sha256"] is None
+
+
+# Keys that all folders of this schema have, or that are made of others: a new key belongs among those of `LATER`.
+FROM_THE_BEGINNING = {
+    *(
+        "schema",
+        "status",
+        "failed",
+        "method",
+        "drafter",
+        "pair",
+        "data",
+        "task",
+        "settings",
+        "tasks",
+        "overall",
+    ),
+    *(
+        "temperature",
+        "max_new_tokens",
+        "limit",
+        "seed",
+        "batch_size",
+        "repeats",
+        "protocol",
+        "dtype",
+        "device",
+    ),
+    *("processor", "weights", "peak_memory_bytes", "equivalence", "baseline"),
+    *("unit", "records", "learns", "drift", "likelihood", "machine"),
+}
+
+
+def test_reports_need_not_ask_whether_an_older_summary_has_a_key():
+    today = summarised([answered(1)])
+    assert today.keys() - LATER.keys() == FROM_THE_BEGINNING
+    older = {key: value for key, value in today.items() if key not in LATER.keys() | {"records", "learns"}}
+    assert migrated_summary(older).keys() == today.keys()
 
 
 def test_folders_that_tell_of_batches_alone_have_a_unit(tmp_path):
     for unit, summary, flag in (("question", SUMMARY, False), ("pool", batched(), True)):
         found = run_of(tmp_path, unit, without(summary, "unit"))
-        assert found.unit == unit and found.summary == summary
+        assert found.unit == unit
+        assert found.summary == summary | {"records": summary["overall"]["questions"]}
         records, facts = [answered(i) for i in range(2)], without(FACTS, "unit") | {"batched": flag}
         today = summarised(records, FACTS | {"unit": unit})
         run_dir = write_run(tmp_path, f"derived_{unit}", without(today, "overall", "mbsu"), records=records)
@@ -405,7 +445,7 @@ def test_a_run_reads_its_records_only_when_asked(tmp_path):
     run = read_run(run_dir)
     _, line = (run_dir / store.RECORDS).read_bytes().splitlines(keepends=True)
     (run_dir / store.RECORDS).write_bytes(b"{broken\n" + line)
-    assert run.summary == changed(SUMMARY, overall__questions=2, overall__speedup_questions=2)
+    assert run.summary == changed(SUMMARY, overall__questions=2, overall__speedup_questions=2, records=2)
     with pytest.raises(UserError, match=r"records\.jsonl, line 1"):
         _ = run.records
     assert Run(tmp_path / "no_records", SUMMARY).records == []

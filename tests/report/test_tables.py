@@ -102,7 +102,6 @@ def test_how_much_answers_repeat_themselves_is_told_by_task():
         ({"compiled": False, "kernels": None, "device": "cuda"}, ""),
         ({"compiled": False, "kernels": None, "engine": {"name": "vllm"}}, ""),
         ({"compiled": None, "kernels": None}, ""),
-        ({"compiled": True, "kernels": None, "layouts": {"groups": {}}}, ""),  # where forms were measured
     ],
 )
 def test_whose_kernels_ran_is_told_below_the_table(facts, expected):

@@ -151,7 +151,7 @@ def of_source(source: str | None, **more) -> dict:
 def test_a_title_says_whether_settings_are_the_published_ones(summary, line):
     assert remarks.settings_line(summary) == line
     text = " ".join(shown(tables.run_table(summary)).split())
-    assert f"cpu; {line} " in text if line else "settings" not in text
+    assert f"whole answers; {line} " in text if line else "settings" not in text
 
 
 def test_captions_say_whose_settings_are_the_published_ones():

@@ -10,6 +10,7 @@ from pathlib import Path
 from specbench.measure.metrics import summary as metrics
 from specbench.measure.metrics.metrics import METRICS
 from specbench.measure.records import run_folder as store
+from specbench.measure.records.migrate import LATER_COUNTS, migrated_summary
 from specbench.report.runs import Run, read_run
 from specbench.system.files import finite, write_json
 from tests.support.synthetic import CONFIG, FACTS, record
@@ -25,6 +26,7 @@ NUMBERS = dict.fromkeys(METRICS) | {
     "speedup_low": 1.47,
     "speedup_high": 1.58,
     "speedup_questions": 80,
+    "speedup_freedom": 79,
     "passes_low": None,
     "passes_high": None,
     "decode_speedup": 1.6,
@@ -53,11 +55,13 @@ NUMBERS = dict.fromkeys(METRICS) | {
     "align_seconds": None,
     "occupancy": None,
     "alignment_share": None,
-    "equivalence": {"answers": 80, "exact": 79, "tie": 1, "violation": 0, "first_divergence_median": 12.0},
+    "equivalence": LATER_COUNTS
+    | {"answers": 80, "exact": 79, "tie": 1, "violation": 0, "first_divergence_median": 12.0},
 }
 UNCLEAR = NUMBERS | {"speedup": 1.01, "speedup_low": 0.97, "speedup_high": 1.05}
 WRONG = NUMBERS | {
-    "equivalence": {"answers": 80, "exact": 77, "tie": 0, "violation": 3, "first_divergence_median": 4.0}
+    "equivalence": LATER_COUNTS
+    | {"answers": 80, "exact": 77, "tie": 0, "violation": 3, "first_divergence_median": 4.0}
 }
 BASELINE = {
     "tokens_per_second": 41.2,
@@ -66,47 +70,44 @@ BASELINE = {
     "quoted_against": "engine",
     "bandwidth_fraction": 0.71,
     "ceiling_tokens_per_second": 61.5,
-    "equivalence": {"answers": 80, "exact": 80, "tie": 0, "violation": 0, "first_divergence_median": None},
+    "equivalence": LATER_COUNTS
+    | {"answers": 80, "exact": 80, "tie": 0, "violation": 0, "first_divergence_median": None},
 }
-SUMMARY = {
-    "schema": metrics.SCHEMA,
-    "verification": "token",
-    "draft_length": "constant",
-    "engine": None,
-    "learns": False,
-    "drift": {},
-    "likelihood": {},
-    "status": "complete",
-    "failed": 0,
-    "method": "kangaroo",
-    "drafter": None,
-    "unit": "question",
-    "settings": {"max_draft_tokens": 6, "exit_layer": 2, "confidence_threshold": 0.6},
-    "pair": "tiny",
-    "target": "models/target",
-    "data": "spec_bench",
-    "task": "all",
-    "temperature": 0.0,
-    "max_new_tokens": 64,
-    "questions_sha256": "4b6d33e79484f9841c487ee87d1cf6aa8c6066f61d5d482ff09e5a007fafdf04",
-    "split": None,
-    "turns": None,
-    "limit": None,
-    "seed": 0,
-    "batch_size": 1,
-    "repeats": 1,
-    "experiment": None,
-    "protocol": "paired",
-    "dtype": "float32",
-    "device": "cpu",
-    "processor": "EPYC",
-    "weights": "pretrained",
-    "peak_memory_bytes": None,
-    "overall": NUMBERS | {"questions": 160, "speedup_questions": 160},
-    "tasks": {"math_reasoning": NUMBERS, "qa": UNCLEAR},
-    "equivalence": NUMBERS["equivalence"],
-    "baseline": BASELINE,
-}
+SUMMARY = migrated_summary(
+    {
+        "schema": metrics.SCHEMA,
+        "engine": None,
+        "likelihood": {},
+        "status": "complete",
+        "failed": 0,
+        "method": "kangaroo",
+        "drafter": None,
+        "unit": "question",
+        "settings": {"max_draft_tokens": 6, "exit_layer": 2, "confidence_threshold": 0.6},
+        "pair": "tiny",
+        "target": "models/target",
+        "data": "spec_bench",
+        "task": "all",
+        "temperature": 0.0,
+        "max_new_tokens": 64,
+        "questions_sha256": "4b6d33e79484f9841c487ee87d1cf6aa8c6066f61d5d482ff09e5a007fafdf04",
+        "limit": None,
+        "seed": 0,
+        "batch_size": 1,
+        "repeats": 1,
+        "experiment": None,
+        "protocol": "paired",
+        "dtype": "float32",
+        "device": "cpu",
+        "processor": "EPYC",
+        "weights": "pretrained",
+        "peak_memory_bytes": None,
+        "overall": NUMBERS | {"questions": 160, "speedup_questions": 160, "speedup_freedom": 159},
+        "tasks": {"math_reasoning": NUMBERS, "qa": UNCLEAR},
+        "equivalence": NUMBERS["equivalence"],
+        "baseline": BASELINE,
+    }
+)
 # What another engine did beside the method.
 ENGINE = {
     "name": "llama_cpp",
@@ -176,7 +177,9 @@ def nothing(summary: dict = SUMMARY) -> dict:
 
 def batched(method: str = "exspec", drafter: str = "sps", batch_size: int = 8, **numbers) -> dict:
     """A run of a batch method."""
-    overall = NUMBERS | {"pools": 2, "occupancy": 0.94, "alignment_share": 0.031} | numbers
+    overall = (
+        NUMBERS | {"pools": 2, "speedup_freedom": 1, "occupancy": 0.94, "alignment_share": 0.031} | numbers
+    )
     return SUMMARY | {
         "method": method,
         "drafter": drafter,
@@ -219,7 +222,7 @@ def write_run(
         count = len(records) - failed
         summary = changed(summary, failed=failed, overall__questions=count, overall__speedup_questions=count)
     (run_dir / store.RECORDS).write_text("".join(f"{json.dumps(one)}\n" for one in records))
-    write_json(run_dir / store.SUMMARY, summary)
+    write_json(run_dir / store.SUMMARY, summary | {"records": len(records)})
     return run_dir
 
 

@@ -13,9 +13,9 @@ from specbench.measure.machine.speed import BANDWIDTH, OPERATIONS, PRODUCT
 from specbench.measure.metrics import summary as metrics
 from specbench.measure.metrics.dataframes import generations_frame, steps_frame
 from specbench.measure.metrics.metrics import METRICS
-from specbench.measure.records.migrate import migrated
+from specbench.measure.records.migrate import LATER_FACTS, migrated, migrated_config
 
-FACTS = {
+FACTS = LATER_FACTS | {
     "target_pass_bytes": 1000,
     "dtype": "float32",
     "device": "cpu",
@@ -27,22 +27,24 @@ FACTS = {
     "unit": "question",
     "peak_memory_bytes": None,
 }
-CONFIG = {
-    "method": {"_target_": "methods.sps.SpeculativeSampling", "name": "sps", "max_draft_tokens": 5},
-    "drafter": {"_target_": "methods.ar.Autoregressive", "name": "none"},
-    "pair": {"name": "tiny", "chat_template": "{{ messages }}\n{% if x %}"},
-    "data": {"name": "tiny", "path": "specbench/tiny/questions.jsonl", "sha256": None},
-    "task": {"name": "all", "tasks": {"qa": ["qa"]}},
-    "decoding": {"max_new_tokens": 64, "temperature": 0.0},
-    "batch_size": 1,
-    "repeats": 1,
-    "protocol": "paired",
-    "seed": 0,
-    "tracker": {"name": "none"},
-    "experiment": None,
-    "runs_root": "runs",
-    "run_dir": None,
-}
+CONFIG = migrated_config(
+    {
+        "method": {"_target_": "methods.sps.SpeculativeSampling", "name": "sps", "max_draft_tokens": 5},
+        "drafter": {"_target_": "methods.ar.Autoregressive", "name": "none"},
+        "pair": {"name": "tiny", "chat_template": "{{ messages }}\n{% if x %}"},
+        "data": {"name": "tiny", "path": "specbench/tiny/questions.jsonl", "sha256": None},
+        "task": {"name": "all", "tasks": {"qa": ["qa"]}},
+        "decoding": {"max_new_tokens": 64, "temperature": 0.0},
+        "batch_size": 1,
+        "repeats": 1,
+        "protocol": "paired",
+        "seed": 0,
+        "tracker": {"name": "none"},
+        "experiment": None,
+        "runs_root": "runs",
+        "run_dir": None,
+    }
+)
 # Figures of a probe: 30 GB/s, 100 GFLOP/s, 2 us for each operation.
 QUIET = {BANDWIDTH: 30e9, PRODUCT: 100e9, OPERATIONS: 5e5}
 EXACT = {"verdict": "exact", "first_divergence": None, "margin": None, "noise": 1e-4}

@@ -34,7 +34,7 @@ def engine_numbers(records: list[dict], generations: pd.DataFrame, facts: dict) 
         generations: the answers of the others, as from `generations_frame`.
         facts: of the run.
     """
-    engine = facts.get("engine")
+    engine = facts["engine"]
     if engine is None:
         return None
     twice = generations[generations["arm"].isin([BASELINE, AGAIN])]

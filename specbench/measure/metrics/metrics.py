@@ -163,7 +163,7 @@ def ceiling_rate(rounds: pd.DataFrame, facts: dict) -> float | None:
     bandwidth, read = facts["bandwidth_bytes_per_second"], facts["target_pass_bytes"]
     sequences: float | None = 1.0
     if facts["unit"] == POOL:
-        sequences = None if facts.get("engine") else sequences_per_pass(rounds)
+        sequences = None if facts["engine"] else sequences_per_pass(rounds)
     return sequences * bandwidth / read if sequences and bandwidth and read else None
 
 

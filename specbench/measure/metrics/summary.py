@@ -45,7 +45,7 @@ from specbench.measure.metrics.timing import (
     turn_means,
     unit_seconds,
 )
-from specbench.system.settings import CONSTANT, TOKEN
+from specbench.system.settings import CONSTANT
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,22 +55,13 @@ if TYPE_CHECKING:
 SCHEMA = 4
 REPEAT = "repeat"  # of one pool
 COUNTED = ("mbsu", "acceptance_length")  # numbers that are counted, not timed
-# What a summary holds of the facts of its run; older folders lack some.
+# What a summary holds of the facts of its run, and what older folders lack of it.
 OF_FACTS = ("dtype", "device", "weights", "target_pass_bytes", "peak_memory_bytes")
-OF_NEWER_FACTS = (
+LATER_FACTS = (
     *("threads", "kernels", "tiles", "beyond_kernels", "compiled", "graphs", "uncompiled"),
-    *(
-        "extra_cores",
-        "cores",
-        "slice_seconds",
-        "anatomy",
-        "weights_source",
-        "round_costs",
-        "draft",
-        "processor",
-    ),
-    *("engine_target", "prompting", "baseline_by_threads"),
-    *("reference_answer", "any_length", "longest_path", "max_nodes"),
+    *("extra_cores", "cores", "slice_seconds", "anatomy", "weights_source", "round_costs"),
+    *("draft", "engine_target", "prompting", "baseline_by_threads"),
+    *("reference_answer", "any_length", "longest_path", "max_nodes", "training", "trained_weights"),
 )
 QUESTION_COLUMNS = {
     "question_id": "int64",
@@ -102,7 +93,7 @@ def summary(records: list[dict], facts: dict, config: dict) -> dict:
     measured = MetricInput(records, generations, steps, facts, ARMS[baseline["quoted_against"]], spec)
     overall = numbers(measured) | _judged(every)
     by_third = drift(in_order, measured) if spec.learns else {}
-    source = config.get("settings_source") or {}  # older folders have none
+    source, decoding = config["settings_source"] or {}, config["decoding"]
     return {
         "schema": SCHEMA,
         "status": "failed" if failed else "complete",
@@ -117,25 +108,21 @@ def summary(records: list[dict], facts: dict, config: dict) -> dict:
         "settings_published": source.get("published", {}),
         **{group: config[group]["name"] for group in ("pair", "data", "task")},
         "target": config["pair"].get("target"),
-        "verify_width": config["decoding"].get("verify_width"),
+        "verify_width": decoding["verify_width"],
         **{key: config[key] for key in ("batch_size", "experiment", "protocol", "seed")},
-        **{key: config["decoding"][key] for key in ("temperature", "max_new_tokens")},
+        **{key: decoding[key] for key in ("temperature", "max_new_tokens", "verification", "draft_length")},
         **{key: config["data"].get(key) for key in ("limit", "split", "turns")},
-        "pool": config.get("pool") if spec.unit == POOL else None,
-        "questions_sha256": facts.get("questions"),
-        "verification": config["decoding"].get("verification", TOKEN),  # older folders have none
-        "draft_length": config["decoding"].get("draft_length", CONSTANT),
-        "set_round_costs": config["decoding"].get("round_costs"),  # None: measured, or not needed
+        "pool": config["pool"] if spec.unit == POOL else None,
+        "questions_sha256": facts["questions"],
+        "processor": facts["processor"],
+        "set_round_costs": decoding["round_costs"],  # None: measured, or not needed
         "repeats": len({record["repeat"] for record in every}) or config["repeats"],
         "processes": len({record["process"] for record in every}) or None,
-        **{key: facts[key] for key in OF_FACTS},
-        **{key: facts.get(key) for key in OF_NEWER_FACTS},
+        **{key: facts[key] for key in (*OF_FACTS, *LATER_FACTS)},
         "engine": engine_numbers(every, generations, facts),
         "likelihood": likelihoods(every),
         "ties": ties(every),
         "changed_drafts": changed_drafts(measured.rounds) if drafts_alike(config, facts, spec) else None,
-        "training": facts.get("training", {}),
-        "trained_weights": facts.get("trained_weights", {}),
         "overall": overall,
         "machine": machine(records) | {"speed": probed},
         "tasks": {
@@ -147,8 +134,8 @@ def summary(records: list[dict], facts: dict, config: dict) -> dict:
         "drift": by_third,
         "notes": [
             *(line for owner in spec.owners for line in owner.describe(overall["stats"])),
-            *warm_lines(facts.get("training", {})),
-            *uncleared_lines(facts.get("training", {}), facts.get("questions")),
+            *warm_lines(facts["training"]),
+            *uncleared_lines(facts["training"], facts["questions"]),
             *drift_lines(by_third),
         ],
         "equivalence": overall["equivalence"],
@@ -159,8 +146,8 @@ def summary(records: list[dict], facts: dict, config: dict) -> dict:
 def drafts_alike(config: dict, facts: dict, spec: RunSpec) -> bool:
     """Whether drafts depend only on the text before them: not on chance, on times, or on other sequences."""
     decoding = config["decoding"]
-    fixed = decoding["temperature"] == 0 and decoding.get("draft_length", CONSTANT) == CONSTANT
-    return fixed and spec.engine is None and spec.unit == QUESTION and not facts.get("extra_cores")
+    fixed = decoding["temperature"] == 0 and decoding["draft_length"] == CONSTANT
+    return fixed and spec.engine is None and spec.unit == QUESTION and not facts["extra_cores"]
 
 
 def _judged(records: list[dict], key: str = "equivalence") -> dict:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from specbench.config.spec import POOL, QUESTION
+from specbench.measure.metrics import summary as metrics
 from specbench.system.settings import CONSTANT, TOKEN
 
 if TYPE_CHECKING:
@@ -22,12 +24,41 @@ STATS = {
     "after_seconds": "exposed_seconds",
     "handover_seconds": "ipc_seconds",
 }
+# What older runs did not record, and what stands for it: None where it is not known.
+OF_BOTH = dict.fromkeys((*metrics.LATER_FACTS, "engine")) | {"training": {}, "trained_weights": {}}
+LATER_FACTS = OF_BOTH | {"questions": None, "processor": None}
+LATER_DECODING = {
+    "verification": TOKEN,
+    "draft_length": CONSTANT,
+    "verify_width": None,
+    "round_costs": None,
+}
+LATER_CONFIG: dict[str, Any] = {"settings_source": None, "pool": None}
+LATER = dict.fromkeys(
+    (
+        *("settings_source", "settings_tuned_on", "target", "verify_width", "experiment", "split", "turns"),
+        *("pool", "questions_sha256", "set_round_costs", "ties", "changed_drafts", "target_pass_bytes"),
+    )
+) | {
+    **OF_BOTH,
+    "verification": TOKEN,
+    "draft_length": CONSTANT,
+    "settings_published": {},
+    "processes": 1,
+    "notes": [],
+}
+LATER_COUNTS = dict.fromkeys(("tie_margin", "tie_noise"))
 
 
 def migrated_facts(facts: dict) -> dict:
     """The content of facts.json with the run's `unit`: older folders have `batched` in its place."""
-    facts = {"engine": None} | facts  # older folders: this project's alone
+    facts = LATER_FACTS | facts
     return facts if "unit" in facts else facts | {"unit": POOL if facts.get("batched") else QUESTION}
+
+
+def migrated_config(config: dict) -> dict:
+    """The content of config.yaml with today's settings."""
+    return LATER_CONFIG | config | {"decoding": LATER_DECODING | config["decoding"]}
 
 
 def migrated_summary(summary: Any) -> Any:
@@ -37,14 +68,17 @@ def migrated_summary(summary: Any) -> Any:
     """
     if not isinstance(summary, dict):
         return summary
-    added = {
-        "verification": TOKEN,
-        "draft_length": CONSTANT,
-        "engine": None,
-        "drift": summary.get("thirds", {}),
-    }
-    summary = added | summary
+    summary = LATER | {"drift": summary.get("thirds", {})} | summary
     summary.setdefault("learns", bool(summary["drift"]))
+    summary["machine"] = {"speed": None} | (summary.get("machine") or {})
+    if "records" not in summary:  # one for each question, whatever the repeats
+        summary["records"] = None
+        with suppress(KeyError, TypeError):
+            summary["records"] = summary["overall"]["questions"] + summary["failed"]
+    if isinstance(summary.get("equivalence"), dict):
+        summary["equivalence"] = LATER_COUNTS | summary["equivalence"]
+    if summary.get("layouts"):  # what was compiled meant something else
+        summary["compiled"] = None
     if "likelihood" not in summary:  # once of other engines alone, among their numbers
         arms = (summary["engine"] or {}).get("likelihood") or {}
         summary["likelihood"] = {arm: one for arm, one in arms.items() if one is not None}
