@@ -1,5 +1,4 @@
-"""No hidden wait for the device: with every method and scheduler the host reads once in a round, but where a method has
-to look, and says why."""
+"""How waits for the device are found, which tests/test_conformance.py does with every method; and what piles up."""
 
 from __future__ import annotations
 
@@ -9,44 +8,15 @@ import weakref
 import pytest
 import torch
 
-from methods.eqspec import EqSpec
-from methods.exspec import ExSpec
 from methods.mirror_sd import MirrorSD
-from methods.ragged import RaggedBatch
 from methods.sps import SpeculativeSampling
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
-from specbench.decoding.state import Draft, Request
+from specbench.decoding.state import Draft
 from tests.support.decoding import random_pair
 from tests.support.waits import watched
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("scheduler", [RaggedBatch, EqSpec, ExSpec])
-def test_schedulers_move_without_a_wait(monkeypatch, scheduler):
-    """Drafts of different lengths, so that sequences are moved, aligned and replaced."""
-    pair = random_pair("llama")
-    engine = Engine(
-        StagedModel(pair.target),
-        SpeculativeSampling(pair, 3),
-        frozenset(),
-        scheduler(3),
-    )
-    moved = []
-    inner = engine._move
-    monkeypatch.setattr(engine, "_move", lambda *given: moved.append(given) or inner(*given))
-    requests = [Request([3 + i, 9, 27][: 1 + i % 3], SamplingParams(4 + 3 * (i % 4))) for i in range(7)]
-    with watched(monkeypatch) as waits:
-        engine.generate(requests)
-    assert moved and len(waits.found["join"]) == 7
-    # In fp32 the likeliest token is found by NumPy, on a CPU alone.
-    for found in waits.found["round"]:
-        assert [wait for wait in found if "in argmax" not in wait] == [found[-1]]
-        assert found[-1].endswith(" in _on_host")
-    assert not any(waits.found["retire"])
-
 
 FAULTS = {
     "item": lambda batch: batch.tokens[0, 0].item(),
