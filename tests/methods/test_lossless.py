@@ -37,13 +37,11 @@ def test_autoregressive_decoding(arch):
     assert {(s.drafted, s.emitted) for s in steps} == {(0, 1)}
 
 
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
-def test_prompt_lookup(arch):
-    steps = []
+def test_prompt_lookup():
+    pair, steps = random_pair("llama"), []
     for n in LENGTHS:
         match = ("earliest", "latest")[n % 2]  # each of them meets every case
-        steps += assert_lossless(arch, PromptLookup(random_pair(arch), n, max_ngram=2, match=match), third=n)
+        steps += assert_lossless("llama", PromptLookup(pair, n, max_ngram=2, match=match), third=n)
     assert max(s.drafted for s in steps) >= 6
     assert any(s.accepted > 0 for s in steps)
 
@@ -106,18 +104,11 @@ def test_sorted_draft(arch, threshold):
 
 @pytest.mark.one_in(4)
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("arch", "candidates"),
-    [
-        *(pytest.param(*arch.values, "exit", marks=arch.marks) for arch in EVERY_ARCHITECTURE),
-        pytest.param("llama", "draft", marks=pytest.mark.slow),
-        pytest.param("mistral", "both", marks=pytest.mark.slow),
-    ],
-)
-def test_mirror(arch, candidates):
+@pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
+def test_mirror(arch):
     steps = []
     for n in SOME_LENGTHS:
-        drafter = MirrorSD(random_pair(arch), n, kappa=2, candidates=candidates, placement="inline")
+        drafter = MirrorSD(random_pair(arch), n, kappa=2, placement="inline")
         steps += assert_lossless(arch, drafter, third=n)
     assert_rounds_of_every_kind(steps)
     assert {s.stats.get("hit") for s in steps} == {None, True, False}

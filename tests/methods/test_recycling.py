@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from methods.common.rank_trees import chance, likeliest_ids, rank_tree
-from methods.ragged import RaggedBatch
 from methods.recycling import RANKS, TREE, TokenRecycling
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
@@ -16,13 +15,7 @@ from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
 from specbench.system.errors import UserError
 from tests.support.decoding import random_pair
-from tests.support.lossless import (
-    assert_lossless,
-    assert_samples_like_plain_decoding,
-    assert_stops_anywhere,
-    sampled_requests,
-)
-from tests.support.models import EVERY_ARCHITECTURE
+from tests.support.lossless import assert_lossless, assert_stops_anywhere
 from tests.support.schedulers import EVERY_SCHEDULER, assert_lossless_with
 
 PROMPT = [3, 9, 27, 11, 33, 29, 17, 9, 27]
@@ -150,12 +143,10 @@ def test_a_repeat_copies_nothing_unless_memory_is_kept():
     assert accepted(keeping, engine, PROMPT) == first
 
 
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
-def test_lossless(arch):
+def test_lossless():
     steps = []
     for turn, nodes in enumerate((1, 8, 30)):
-        steps += assert_lossless(arch, TokenRecycling(random_pair(arch), nodes), third=turn)
+        steps += assert_lossless("llama", TokenRecycling(random_pair("llama"), nodes), third=turn)
     assert any(s.accepted for s in steps) and any(s.accepted < s.depth for s in steps)
 
 
@@ -167,14 +158,6 @@ def test_lossless_in_batches(scheduler, memory):
     arch = "mistral" if memory == "run" else "llama"
     drafter = TokenRecycling(random_pair(arch), 20, memory=memory)
     assert_lossless_with(scheduler, arch, drafter, 3, alone=["accepted"] if memory == "answer" else [])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("batch_size", [1, 4])
-def test_sampled_text_is_that_of_autoregressive_decoding(batch_size):
-    pair = random_pair("llama")
-    requests, scheduler = sampled_requests(pair, 30, 1.0), RaggedBatch(batch_size)
-    assert assert_samples_like_plain_decoding(pair, TokenRecycling(pair, 40), requests, scheduler) > 5
 
 
 @pytest.mark.slow
