@@ -15,7 +15,7 @@ from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import Request
 from tests.support import batches
 from tests.support.decoding import PROMPT, random_pair, tokens_through_layers
-from tests.support.lossless import assert_lossless, assert_samples_like_plain_decoding, assert_stops_anywhere
+from tests.support.lossless import assert_lossless, assert_stops_anywhere
 from tests.support.methods import trimmed
 from tests.support.models import EVERY_ARCHITECTURE
 from tests.support.schedulers import EVERY_SCHEDULER, assert_lossless_with
@@ -187,14 +187,6 @@ def test_a_sequence_of_a_batch_is_drafted_for_as_if_alone(scheduler, adapter):
         assert one.tokens == other.tokens
         assert [(s.depth, s.accepted) for s in one.steps] == [(s.depth, s.accepted) for s in other.steps]
     assert len({s.depth for a in together for s in a.steps}) > 2
-
-
-@pytest.mark.slow
-def test_sampled_text_is_that_of_autoregressive_decoding(adapter):
-    pair = random_pair("llama")
-    drafter = KangarooTree(pair, adapter("llama"), EXIT, WIDTH, LEVELS, 0.1)
-    requests = [Request(PROMPT, SamplingParams(30, 0.7), seed) for seed in range(4)]
-    assert assert_samples_like_plain_decoding(pair, drafter, requests)
 
 
 @pytest.mark.slow

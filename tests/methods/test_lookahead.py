@@ -268,23 +268,15 @@ def test_a_budget_of_tokens_cuts_the_window(tokens):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batch_size", [1, 4])
-def test_sampled_text_is_that_of_autoregressive_decoding(batch_size):
+def test_sampled_text_of_a_batch_is_that_of_autoregressive_decoding():
     pair = random_pair("llama")
-    requests, scheduler = sampled_requests(pair, 30, 1.0), RaggedBatch(batch_size)
-    assert assert_samples_like_plain_decoding(pair, Lookahead(pair, 6, 3, 6), requests, scheduler) > 5
+    requests, drafter = sampled_requests(pair, 30, 1.0), Lookahead(pair, 6, 3, 6)
+    assert assert_samples_like_plain_decoding(pair, drafter, requests, RaggedBatch(4)) > 5
 
 
 @pytest.mark.slow
 def test_it_stops_anywhere():
     assert_stops_anywhere(lambda *_: Lookahead(random_pair("llama"), 6, 3, 4))
-
-
-def test_nothing_of_an_answer_is_in_the_next():
-    pair = random_pair("llama")
-    engine = Engine(StagedModel(pair.target), Lookahead(pair, 5, 3, 3), frozenset())
-    first, second = (engine.answer(PROMPT, SamplingParams(40)).steps for _ in range(2))
-    assert [s.accepted for s in first] == [s.accepted for s in second]
 
 
 def test_its_numbers():

@@ -26,7 +26,7 @@ from specbench.models.pairs import load_pair
 from specbench.system.errors import UserError
 from tests.support.checkpoints import RunsCode, spoil
 from tests.support.decoding import PROMPT, random_pair
-from tests.support.lossless import assert_lossless, assert_samples_like_plain_decoding
+from tests.support.lossless import assert_lossless
 from tests.support.methods import drafts, trimmed, trimming
 from tests.support.models import EVERY_ARCHITECTURE
 from tests.support.schedulers import EVERY_SCHEDULER, assert_lossless_with
@@ -465,10 +465,3 @@ def test_lossless(arch, tmp_path):
 def test_lossless_in_batches(scheduler, tmp_path):
     pair = random_pair("qwen2")
     assert_lossless_with(scheduler, "qwen2", Medusa(pair, saved_heads(pair, tmp_path)))
-
-
-@pytest.mark.slow
-def test_sampled_text_is_that_of_autoregressive_decoding(folder):
-    pair = random_pair("llama")
-    requests = [Request(PROMPT, SamplingParams(30, 0.7), seed) for seed in range(4)]
-    assert assert_samples_like_plain_decoding(pair, Medusa(pair, folder), requests)

@@ -124,11 +124,6 @@ def test_a_round_reads_the_model_once(tmp_path):
 @pytest.mark.parametrize("arch", EVERY_ARCHITECTURE)
 def test_lossless(arch, tmp_path):
     steps = assert_lossless(arch, drafter_of(arch, tmp_path))
-    assert any(s.accepted for s in steps) and any(not s.accepted for s in steps)
-
-
-def test_lossless_on_one_architecture(tmp_path):
-    steps = assert_lossless("llama", drafter_of("llama", tmp_path), third=0)
     assert_rounds_of_every_kind(steps, partly=True)
 
 

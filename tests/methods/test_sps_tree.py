@@ -23,7 +23,12 @@ from tests.support import batches
 from tests.support.conf import composed
 from tests.support.decoding import PROMPT, random_pair
 from tests.support.distribution import SHAPE, p_value_alone, p_value_in_a_batch
-from tests.support.lossless import assert_lossless, assert_samples_like_plain_decoding, assert_stops_anywhere
+from tests.support.lossless import (
+    assert_lossless,
+    assert_samples_like_plain_decoding,
+    assert_stops_anywhere,
+    sampled_requests,
+)
 from tests.support.methods import padded_pair, trimmed
 from tests.support.models import EVERY_ARCHITECTURE
 from tests.support.schedulers import EVERY_SCHEDULER, assert_lossless_with
@@ -278,7 +283,8 @@ def test_lossless(arch, folder):
 def test_lossless_in_batches(scheduler, folder):
     steps = []
     for arch in ("qwen2", "mistral"):
-        steps += assert_lossless_with(scheduler, arch, DraftModelTree(random_pair(arch), folder))
+        drafter = DraftModelTree(random_pair(arch), folder)
+        steps += assert_lossless_with(scheduler, arch, drafter, alone=["accepted"])
     assert {0, 1, 2} <= {s.accepted for s in steps}
 
 
@@ -295,10 +301,9 @@ def test_a_batch_drafts_what_each_sequence_drafts_alone(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_sample_does_not_depend_on_who_shares_the_batch(folder, temperature):
+def test_a_sample_does_not_depend_on_who_shares_the_batch(folder):
     pair, cases = random_pair("mistral"), batches.cases("mistral")[0]
-    requests = [Request(r.prompt, SamplingParams(12, temperature), r.seed) for r in cases]
+    requests = [Request(r.prompt, SamplingParams(12, 1.0), r.seed) for r in cases]
     target = StagedModel(pair.target)
     alone = Engine(target, DraftModelTree(pair, folder), frozenset())
     expected = [alone.generate([request])[0] for request in requests]
@@ -314,8 +319,7 @@ def test_likeliest_children_leave_the_sample_as_it_is(folder):
     pair = random_pair("llama")
     tree = DraftModelTree(pair, folder, sampling="likeliest")
     assert tree.siblings == 1
-    requests = [Request(PROMPT, SamplingParams(30, 0.7), seed) for seed in range(4)]
-    assert assert_samples_like_plain_decoding(pair, tree, requests)
+    assert assert_samples_like_plain_decoding(pair, tree, sampled_requests(pair, 30, 0.7))
 
 
 @pytest.mark.one_in(4)
