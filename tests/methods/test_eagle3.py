@@ -23,7 +23,12 @@ from specbench.decoding.sampling import SamplingParams
 from specbench.models.expansion import wide as wide_shape
 from specbench.system.errors import UserError
 from tests.support.decoding import PROMPT, random_pair
-from tests.support.lossless import assert_lossless, cases
+from tests.support.lossless import (
+    assert_lossless,
+    assert_samples_like_plain_decoding,
+    cases,
+    sampled_requests,
+)
 from tests.support.methods import WIDE, assert_drafts_the_same, expanded_pair, norm, randomise, taught
 from tests.support.models import EVERY_ARCHITECTURE
 from tests.support.schedulers import EVERY_SCHEDULER, assert_lossless_with
@@ -336,6 +341,14 @@ def test_lossless(arch, tmp_path):
 def test_lossless_in_batches(scheduler, tmp_path):
     pair = random_pair("qwen2")
     assert_lossless_with(scheduler, "qwen2", Eagle3(pair, saved(pair, tmp_path), 12, 4, 4))
+
+
+@pytest.mark.slow
+def test_sampled_trees_give_the_text_of_autoregressive_decoding(tmp_path):
+    """The conformance walk drafts chains."""
+    pair = random_pair("qwen2")
+    drafter = Eagle3(pair, saved(pair, tmp_path), 12, 4, 4)
+    assert assert_samples_like_plain_decoding(pair, drafter, sampled_requests(pair, 16, 0.7))
 
 
 @pytest.mark.slow
