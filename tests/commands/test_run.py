@@ -176,7 +176,7 @@ def test_a_method_of_the_user(monkeypatch, capfd, tmp_path, lines, arguments, me
         ),
         (["method=kangaroo", "drafter=pld"], "kangaroo ... drafter=none ... method=ragged"),
         (["method=ragged", "drafter=mirror_sd"], "drafter mirror_sd cannot batch"),
-        (["method=ragged", "drafter=ar_batch"], "drafter._target_ ... no Drafter"),
+        (["method=ragged", "drafter=ar_batch"], "drafter._target_ ... is not a Drafter"),
         (["method=ragged", "drafter=swift", "drafter.memory=answer"], "swift ... drafter.memory=run"),
         (
             ["method=sps_tree", "method.shape=[1,1]", *BLOCK],

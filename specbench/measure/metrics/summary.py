@@ -93,7 +93,8 @@ def summary(records: list[dict], facts: dict, config: dict) -> dict:
     measured = MetricInput(records, generations, steps, facts, ARMS[baseline["quoted_against"]], spec)
     overall = numbers(measured) | _judged(every)
     by_third = drift(in_order, measured) if spec.learns else {}
-    source, decoding = config["settings_source"] or {}, config["decoding"]
+    decoding = config["decoding"]
+    source = config.get("settings_source") or {}  # only a configuration that a command checked has it
     return {
         "schema": SCHEMA,
         "status": "failed" if failed else "complete",

@@ -33,7 +33,6 @@ LATER_DECODING = {
     "verify_width": None,
     "round_costs": None,
 }
-LATER_CONFIG: dict[str, Any] = {"settings_source": None, "pool": None}
 LATER = dict.fromkeys(
     (
         *("settings_source", "settings_tuned_on", "target", "verify_width", "experiment", "split", "turns"),
@@ -58,7 +57,7 @@ def migrated_facts(facts: dict) -> dict:
 
 def migrated_config(config: dict) -> dict:
     """The content of config.yaml with today's settings."""
-    return LATER_CONFIG | config | {"decoding": LATER_DECODING | config["decoding"]}
+    return {"pool": None} | config | {"decoding": LATER_DECODING | config["decoding"]}
 
 
 def migrated_summary(summary: Any) -> Any:
