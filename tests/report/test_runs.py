@@ -193,31 +193,9 @@ def test_the_questions_of_an_older_folder_are_those_of_its_provenance(tmp_path):
 
 # Keys that all folders of this schema have, or that are made of others: a new key belongs among those of `LATER`.
 FROM_THE_BEGINNING = {
-    *(
-        "schema",
-        "status",
-        "failed",
-        "method",
-        "drafter",
-        "pair",
-        "data",
-        "task",
-        "settings",
-        "tasks",
-        "overall",
-    ),
-    *(
-        "temperature",
-        "max_new_tokens",
-        "limit",
-        "seed",
-        "batch_size",
-        "repeats",
-        "protocol",
-        "dtype",
-        "device",
-    ),
-    *("processor", "weights", "peak_memory_bytes", "equivalence", "baseline"),
+    *("schema", "status", "failed", "method", "drafter", "settings", "pair", "data", "task", "limit"),
+    *("temperature", "max_new_tokens", "seed", "batch_size", "repeats", "protocol", "dtype", "device"),
+    *("processor", "weights", "peak_memory_bytes", "tasks", "overall", "equivalence", "baseline"),
     *("unit", "records", "learns", "drift", "likelihood", "machine"),
 }
 
@@ -227,6 +205,8 @@ def test_reports_need_not_ask_whether_an_older_summary_has_a_key():
     assert today.keys() - LATER.keys() == FROM_THE_BEGINNING
     older = {key: value for key, value in today.items() if key not in LATER.keys() | {"records", "learns"}}
     assert migrated_summary(older).keys() == today.keys()
+    # Where the forms of layers were measured, "compiled" meant something else.
+    assert migrated_summary(today | {"compiled": True, "layouts": {"groups": {}}})["compiled"] is None
 
 
 def test_folders_that_tell_of_batches_alone_have_a_unit(tmp_path):

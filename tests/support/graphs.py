@@ -107,6 +107,12 @@ class Unguarded(PretendedRunner):
         return known[shaped(key, inputs)].outputs
 
 
+def choose_as_on_a_gpu(monkeypatch) -> None:
+    """Tokens are chosen and accepted by operations of torch alone: neither by NumPy nor by a look at the numbers."""
+    monkeypatch.setattr(sampling, "argmax_token", lambda logits: logits.argmax(-1))
+    monkeypatch.setattr(acceptance, "may_look", lambda _: False)
+
+
 def pretend(
     monkeypatch, kv_bucket: int = 16, make: Callable[[], GraphRunner] = PretendedRunner
 ) -> list[GraphRunner]:
@@ -121,9 +127,7 @@ def pretend(
         return made[-1]
 
     monkeypatch.setattr(targets, "runner_of", runner_of)
-    # As on a GPU: what NumPy makes is nothing that an operation of torch has made.
-    monkeypatch.setattr(sampling, "argmax_token", lambda logits: logits.argmax(-1))
-    monkeypatch.setattr(acceptance, "may_look", lambda _: False)
+    choose_as_on_a_gpu(monkeypatch)
     monkeypatch.setattr(fixed_shape, "KV_BUCKET", kv_bucket)
     return made
 

@@ -12,9 +12,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specbench.decoding import acceptance, sampling
 from specbench.decoding.cpu import lean_modules as layers
 from specbench.decoding.engine import Engine, exhaust
+from tests.support.graphs import choose_as_on_a_gpu
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -58,9 +58,7 @@ def without_data(monkeypatch) -> Iterator[None]:
     """
     monkeypatch.setattr(layers, "_is_rms_norm", lambda module: False)
     monkeypatch.setattr(FakeTensor, "tolist", lambda tensor: np.ones(tensor.shape, dtype=int).tolist())
-    # A CPU's argmax is of our own kernel or NumPy's, which need numbers.
-    monkeypatch.setattr(sampling, "argmax_token", lambda logits: logits.argmax(-1))
-    monkeypatch.setattr(acceptance, "may_look", lambda _: False)
+    choose_as_on_a_gpu(monkeypatch)
     with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         yield

@@ -24,7 +24,7 @@ STATS = {
     "after_seconds": "exposed_seconds",
     "handover_seconds": "ipc_seconds",
 }
-# What older runs did not record, and what stands for it: None where it is not known.
+# What older runs did not record, with its value for them: None where it is unknown.
 OF_BOTH = dict.fromkeys((*metrics.LATER_FACTS, "engine")) | {"training": {}, "trained_weights": {}}
 LATER_FACTS = OF_BOTH | {"questions": None, "processor": None}
 LATER_DECODING = {
