@@ -28,7 +28,7 @@ from specbench.config.checks import check
 from specbench.config.compose import program
 from specbench.config.overrides import check_no_run_dir
 from specbench.data.question_files import TASKS
-from specbench.data.questions import EVERY, SPEC_BENCH, WARMUP, questions_sha256, warmup_questions
+from specbench.data.questions import EVERY, WARMUP, questions_sha256, warmup_questions
 from specbench.measure.records import run_folder as store
 from specbench.measure.records.source import method_sha256, source_sha256
 from specbench.system import settings as values
@@ -91,8 +91,7 @@ def trial_config(overrides: list[str]) -> DictConfig:
     with open_dict(cfg):
         for key in OWN:
             del cfg[key]
-        cfg.data.schema = SPEC_BENCH
-        # Questions of a user's own task have no warm-up ones of their kind.
+        # A task may have no warm-up questions of its kind.
         if cfg.task.name not in {question.task for question in warmup_questions(cfg.data)}:
             cfg.task.name, cfg.task.tasks = EVERY, TASKS
     cfg.data.path, cfg.data.sha256, cfg.data.split = cfg.data.warmup or WARMUP, None, None

@@ -40,9 +40,9 @@ class MeasuredTexts:
         self._turns: set[tuple[str, ...]] = set()
         self._by_start: defaultdict[tuple[str, ...], list[tuple[str, ...]]] = defaultdict(list)
         for question in questions:
-            for turn in question.turns:
+            for turn in question.texts:
                 self._turns.add(words_of(turn))
-            for text in (*question.turns, *(question.reference or ())):
+            for text in (*question.texts, *(question.reference or ())):
                 words = words_of(text) if isinstance(text, str) else ()
                 self._add(words)
                 self._add(words_of(text.partition(": ")[2])[:BODY] if words else ())
@@ -116,7 +116,7 @@ class BenchmarkNgrams:
     """
 
     def __init__(self, questions: Iterable[Question]):
-        turns = [words_of(turn) for question in questions for turn in question.turns]
+        turns = [words_of(turn) for question in questions for turn in question.texts]
         self._ngrams = {ngram for words in turns for ngram in ngrams(words, WORDS)}
         self._short = {words for words in turns if len(words) < WORDS}
 

@@ -1,8 +1,8 @@
 """Files of questions: what a row must hold, in Spec-Bench's own schema and in the open one.
 
 `spec_bench` (Xia et al. 2024) is strict: {"question_id": int, "category": str, "turns": [str, ...], "reference": [...]
-(optional)}, and a task pools categories. `turns` takes what other benchmarks write, as JSON Lines or Parquet: a row
-needs `turns` or `messages` alone, and each category is a task.
+(optional)}, and a task pools categories. `turns` takes what other benchmarks and applications write, as JSON Lines or
+Parquet: a row needs `turns` or `messages` alone, and each category is a task.
 """
 
 from __future__ import annotations
@@ -26,18 +26,34 @@ TASKS: dict[str, list[str]] = yaml.safe_load((CONF / "task" / "all.yaml").read_t
 ]
 PARQUET = ".parquet"
 LARGEST_ID = 2**63 - 1
+SYSTEM, USER, ASSISTANT = ROLES = ("system", "user", "assistant")
 OVERALL = "overall"  # what summaries and tables call all tasks together
 
 
 @dataclass(frozen=True)
 class Question:
-    """One conversation: the user's turns, in order. `task` is the task that its category belongs to."""
+    """One conversation.
+
+    Attributes:
+        question_id: its number.
+        category: of the question.
+        turns: what the user says, in order; each is answered.
+        reference: answers that drafters must not have seen.
+        task: that the category belongs to.
+        history: messages before the first turn, as they were: a system message, earlier turns with their answers.
+    """
 
     question_id: int
     category: str
     turns: tuple[str, ...]
     reference: list | None
     task: str
+    history: tuple[dict[str, str], ...] = ()
+
+    @property
+    def texts(self) -> list[str]:
+        """What the user says, and has said. A system message is no question: many conversations share it."""
+        return [message["content"] for message in self.history if message["role"] == USER] + [*self.turns]
 
 
 def read_questions(path: Path, tasks: Mapping) -> list[Question]:
@@ -58,7 +74,7 @@ def read_questions(path: Path, tasks: Mapping) -> list[Question]:
 
 
 def read_turns(path: Path, placeholder: str | None = None) -> list[Question]:
-    """Every question of a file whose rows need `turns`, or the user's `messages`, alone.
+    """Every question of a file whose rows need `turns`, or `messages`, alone.
 
     Args:
         path: a JSON Lines or Parquet file.
@@ -149,10 +165,14 @@ def _open(fields: dict, number: int, file: str, placeholder: str | None, where: 
         raise UserError(
             f"{where}: tables call all tasks together '{OVERALL}': give the category another name"
         )
+    history: list[dict[str, str]] = []
+    answers = fields.get("reference")  # in any form: it is not asked, but drafters must not have seen it
+    answers = [answers] if isinstance(answers, str) else answers if isinstance(answers, list) else []
     if "turns" in fields:
         turns = _texts(fields["turns"], "turns", where)
     elif "messages" in fields:
-        turns = _texts(_of_user(fields["messages"], where), "messages", where)
+        history, turns, answered = _conversation(fields["messages"], where)
+        answers = [*answers, *answered]
     else:
         raise UserError(
             f"{where}: has neither 'turns' nor 'messages', but {', '.join(sorted(fields)) or 'nothing'}"
@@ -162,10 +182,7 @@ def _open(fields: dict, number: int, file: str, placeholder: str | None, where: 
             f"{where}: a placeholder instead of the question: its text may not be passed on; let the benchmark's own "
             "script prepare the file, then give its folder as data.path"
         )
-    # Accepted in any form: it is not asked, but drafters must not have seen it.
-    reference = fields.get("reference")
-    answers = [reference] if isinstance(reference, str) else reference
-    return Question(identifier, category, turns, answers if isinstance(answers, list) else None, category)
+    return Question(identifier, category, turns, answers or None, category, tuple(history))
 
 
 def _is_id(value: object) -> bool:
@@ -173,16 +190,23 @@ def _is_id(value: object) -> bool:
     return type(value) is int and 0 <= value <= LARGEST_ID
 
 
-def _of_user(messages: Any, where: str) -> list:
-    """The texts of messages, all of which must be the user's."""
+def _conversation(messages: Any, where: str) -> tuple[list[dict[str, str]], tuple[str, ...], list[str]]:
+    """Splits messages into those before what is asked, the user's last ones, which are asked, and the final answer."""
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise UserError(f"{where}: 'messages' must be a list of objects with 'role' and 'content'")
-    for message in messages:
-        if message.get("role") != "user":
-            raise UserError(
-                f"{where}: a message with role {message.get('role')!r}: only user messages are asked"
-            )
-    return [message.get("content") for message in messages]
+    roles = [message.get("role") for message in messages]
+    for role in roles:
+        if role not in ROLES:
+            raise UserError(f"{where}: a message with role {role!r}: roles are {', '.join(ROLES)}")
+    texts = _texts([message.get("content") for message in messages], "messages", where)
+    end = len(roles) - (roles[-1] == ASSISTANT)
+    start = end
+    while start > 0 and roles[start - 1] == USER:
+        start -= 1
+    if start == end:
+        raise UserError(f"{where}: 'messages' must end with one of the user, or with the answer to it")
+    history = [{"role": role, "content": text} for role, text in zip(roles[:start], texts[:start])]
+    return history, texts[start:end], list(texts[end:])
 
 
 def _texts(turns: Any, name: str, where: str) -> tuple[str, ...]:

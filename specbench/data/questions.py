@@ -9,7 +9,7 @@ import urllib.request
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from specbench.data.question_files import PARQUET, TASKS, Question, read_questions, read_turns
+from specbench.data.question_files import PARQUET, Question, read_questions, read_turns
 from specbench.system.errors import UserError, suggest
 from specbench.system.files import file_sha256, write_atomic
 from specbench.system.paths import cache_folder, existing_file, packaged
@@ -65,9 +65,12 @@ def file_questions(data: Mapping, task: Mapping, path: Path | None = None) -> li
 
 
 def warmup_questions(data: Mapping) -> list[Question]:
-    """Questions to warm up with, outside the measured set: those of `data.warmup`, else the embedded ones."""
+    """Questions to warm up with, outside the measured set: those of `data.warmup`, else the embedded ones.
+
+    The file has the schema of the measured questions.
+    """
     path = existing_file(data["warmup"] or WARMUP, "data.warmup")
-    if not (questions := read_questions(path, TASKS)):
+    if not (questions := file_questions(data, {"tasks": {}}, path)):
         raise UserError(f"data.warmup: {path} holds no question")
     return questions
 

@@ -40,7 +40,7 @@ class Protocol:
 
     def prompt(self, question: Question, answers: Sequence[str]) -> list[int]:
         """Token ids of the conversation up to the turn that follows `answers`."""
-        messages = []
+        messages = [*question.history]
         for turn, answer in zip(question.turns, answers):
             messages += [{"role": "user", "content": turn}, {"role": "assistant", "content": answer}]
         messages.append({"role": "user", "content": question.turns[len(answers)]})

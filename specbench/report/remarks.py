@@ -10,7 +10,7 @@ from specbench.config.spec import POOL, without_group
 from specbench.data.warm_start import WARM, warmed_with
 from specbench.measure.metrics.engine import rarities
 from specbench.measure.metrics.statistics import LEAST_PASSES, verdict
-from specbench.report.cells import UNKNOWN, WRONG, equivalence_text, number_text, share_text
+from specbench.report.cells import UNKNOWN, WRONG, equivalence_text, number_text, ratio_text, share_text
 from specbench.report.labels import QUOTED, VOCAB_MAP, VOCAB_SIZE, as_text, labels, method_label, named
 from specbench.report.phases import FEW, different_phases, slow_machine, slow_machines, spread
 from specbench.report.runs import Run, differing_by_pair
@@ -64,6 +64,15 @@ def acceptance_line(numbers: dict) -> str:
     if by_answer is None or numbers["acceptance_rate"] is None:
         return ""
     return f"acceptance length as a mean over answers {by_answer:.2f}; accepted per verified token {verified:.2f}"
+
+
+def prefill_line(numbers: dict) -> str:
+    """The speedup without prefills, which no method shortens; empty where they were not timed."""
+    if numbers["decode_speedup"] is None:
+        return ""
+    share = share_text(numbers["prefill_seconds"] / numbers["seconds"])
+    faster = ratio_text(*(numbers[f"decode_speedup{end}"] for end in ("", "_low", "_high")))
+    return f"without prefill, which took {share} of the method's time, the speedup is {faster}"
 
 
 def machine_line(summary: dict) -> str:

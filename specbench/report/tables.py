@@ -52,6 +52,7 @@ def run_table(summary: dict) -> Table:
         remarks.batch_line(summary),
         *summary["notes"],
         remarks.acceptance_line(summary["overall"]),
+        remarks.prefill_line(summary["overall"]),
         remarks.changed_drafts_line(summary),
         remarks.passes_line(summary),
         remarks.machine_line(summary),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from specbench.data.contamination import MeasuredTexts, Screen, uncleared_lines, words_of
+from specbench.data.contamination import BenchmarkNgrams, MeasuredTexts, Screen, uncleared_lines, words_of
 from specbench.data.question_files import Question
 
 ASKED = "Which old river runs slowly past the town of nine bridges?"
@@ -71,6 +71,20 @@ def test_what_a_question_is_about_is_found_behind_another_instruction():
         assert measured.in_messages(talk(text)), text
     assert not measured.in_messages(talk(f"Summarize: {article[100:300]}"))
     assert not measured.in_messages(talk("Translate German to English: Der Hund lief weg."))
+
+
+def test_what_the_user_said_before_a_question_is_measured_text_and_a_system_message_is_not():
+    said = [
+        f"{role} " + " ".join(f"{role}{i}" for i in range(20)) for role in ("system", "user", "assistant")
+    ]
+    history = tuple({"role": text.split()[0], "content": text} for text in said)
+    question = Question(1, "qa", ("Why?",), None, "qa", history)
+    for finder in (MeasuredTexts([question]).in_messages, in_ngrams(BenchmarkNgrams([question]))):
+        assert [finder(talk(text)) for text in said] == [False, True, False]
+
+
+def in_ngrams(ngrams: BenchmarkNgrams):
+    return lambda messages: ngrams.in_text(messages[0]["content"])
 
 
 def test_a_question_is_found_within_a_message_of_a_script_without_spaces():

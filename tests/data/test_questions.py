@@ -277,6 +277,10 @@ def open_data(path, **more) -> dict:
     return data(path, name="jsonl", schema="turns", **more)
 
 
+def message(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
 def test_turns_alone_are_questions_whose_categories_are_tasks(file):
     path = file(
         json.dumps({"turns": ["one", "two"], "answer": "4"}),
@@ -298,12 +302,42 @@ def test_turns_alone_are_questions_whose_categories_are_tasks(file):
 
 
 @pytest.mark.parametrize(
+    ("before", "turns", "after"),
+    [
+        ([], ["why?", "how?"], []),
+        ([message("system", "be brief")], ["why?", "how?"], []),
+        ([message("user", "hm?"), message("assistant", "ah")], ["why?"], ["so"]),
+        ([message(r, r) for r in ("system", "user", "assistant", "user", "assistant")], ["why?", "how?"], []),
+    ],
+)
+def test_the_last_messages_of_the_user_are_asked_after_all_others(file, before, turns, after):
+    asked, answers = (
+        [message(role, text) for text in texts] for role, texts in (("user", turns), ("assistant", after))
+    )
+    path = file(json.dumps({"messages": [*before, *asked, *answers], "reference": "4"}))
+    [question] = load_questions(open_data(path), ALL)
+    assert (list(question.history), list(question.turns)) == (before, turns)
+    assert question.reference == ["4", *after]
+    assert question.texts == [one["content"] for one in before if one["role"] == "user"] + turns
+
+
+def test_own_questions_are_warmed_up_with_rows_of_their_own_schema(file):
+    warmup = file(json.dumps({"messages": [message("system", "be brief"), message("user", "why?")]}))
+    [question] = warmup_questions(open_data(None, warmup=warmup))
+    assert question.turns == ("why?",) and len(question.history) == 1
+    with pytest.raises(UserError, match="'question_id' is missing"):
+        warmup_questions(data(warmup=warmup))
+
+
+@pytest.mark.parametrize(
     ("row", "says"),
     [
         ({"prompt": "why?", "answer": "so"}, "neither 'turns' nor 'messages', but answer, prompt"),
         ({"turns": []}, "'turns' must hold at least one text"),
         ({"turns": "why?"}, "'turns' must hold at least one text"),
-        ({"messages": [{"role": "system", "content": "be brief"}]}, "with role 'system'"),
+        ({"messages": [message("system", "be brief")]}, "must end with one of the user"),
+        ({"messages": [message("user", "why?"), message("tool", "4")]}, "with role 'tool'"),
+        ({"messages": []}, "'messages' must hold at least one text"),
         ({"messages": ["why?"]}, "must be a list of objects"),
         ({"messages": [{"role": "user"}]}, "'messages' must hold at least one text"),
         ({"turns": ["why?"], "category": 3}, "'category' must be a name"),

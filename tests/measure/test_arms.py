@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -114,7 +115,7 @@ def test_graphs_are_warmed_up_with_whole_answers(passes, own, tokens):
     drafter = Drafter()
     drafter.model = SimpleNamespace(runner=own)  # a draft model: may be captured where the target is not
     setup = Setup(pair, SimpleNamespace(runner=passes), drafter, {BASELINE: arm}, RunSpec({}))
-    questions = [SimpleNamespace(turns=["a question"])]
+    questions = [Question(1, "qa", ("a question",), None, "qa")]
     warm_up.warm_up(setup, Protocol(pair, SamplingParams(300), "paired", 0, questions))
     assert [[request.decoding.max_new_tokens for request in requests] for requests in asked] == [[tokens] * 2]
 
@@ -129,8 +130,10 @@ def test_graphs_are_warmed_up_with_prompts_as_long_as_the_questions(monkeypatch)
 
     pair = SimpleNamespace(context_length=4096, prompt_ids=lambda messages: [1] * 700 * len(messages))
     setup = Setup(pair, SimpleNamespace(runner=PretendedRunner()), Drafter(), {BASELINE: arm}, RunSpec({}))
-    protocol = Protocol(pair, SamplingParams(300), "paired", 0, [SimpleNamespace(turns=["a question"])])
-    warm_up.warm_up(setup, protocol, [SimpleNamespace(turns=["one", "two"])])
+    protocol = Protocol(
+        pair, SamplingParams(300), "paired", 0, [Question(1, "qa", ("a question",), None, "qa")]
+    )
+    warm_up.warm_up(setup, protocol, [Question(1, "qa", ("one", "two"), None, "qa")])
     lengths = [(len(request.prompt), request.decoding.max_new_tokens) for request in asked]
     assert lengths[0] == (3 * 700 + 300, 300)  # three messages, and an answer of any length
     assert lengths[1:] == [(2040, 16), (1528, 16), (1016, 16), (700, 300), (700, 300)]
@@ -157,7 +160,9 @@ def test_the_baseline_is_timed_by_itself_with_each_number_of_threads(monkeypatch
     drafter = Drafter()
     drafter.extra_cores = extra
     setup = Setup(pair, None, drafter, {BASELINE: baseline, METHOD: method}, RunSpec({}))
-    protocol = Protocol(pair, SamplingParams(30), "paired", 0, [SimpleNamespace(turns=["a question"])])
+    protocol = Protocol(
+        pair, SamplingParams(30), "paired", 0, [Question(1, "qa", ("a question",), None, "qa")]
+    )
     try:
         chosen, timed = warm_up.choose_threads(setup, protocol, requested, {})
         assert chosen.threads == torch.get_num_threads() == 1
@@ -179,7 +184,9 @@ def test_batches_are_warmed_up_with_all_that_a_scheduler_holds_and_become_smalle
 
     pair = SimpleNamespace(context_length=512, prompt_ids=lambda messages: PROMPT)
     arms = {name: partial(arm, name) for name in (BASELINE, METHOD, SINGLE)}
-    protocol = Protocol(pair, SamplingParams(40), "paired", 0, [SimpleNamespace(turns=["a question"])])
+    protocol = Protocol(
+        pair, SamplingParams(40), "paired", 0, [Question(1, "qa", ("a question",), None, "qa")]
+    )
     drafter = Drafter()
     drafter.max_draft_tokens = 4
     for passes, cap in ((None, warm_up.TOKENS), (PretendedRunner(), 40)):
@@ -198,6 +205,8 @@ def test_every_turn_follows_all_that_was_said_before():
     answers = ["one", "two"]
     prompts = [protocol.prompt(question, answers[:turn]) for turn in range(3)]
     assert prompts == [["one?"], ["one?", "one", "two?"], ["one?", "one", "two?", "two", "three?"]]
+    history = ({"role": "system", "content": "be brief"},)
+    assert protocol.prompt(replace(question, history=history), ["one"]) == ["be brief", *prompts[1]]
 
 
 def test_a_resumed_run_drafts_by_the_costs_that_it_began_with(monkeypatch):

@@ -9,6 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from specbench.config.spec import BASELINE, METHOD, RunSpec
+from specbench.data.question_files import Question
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Rounds
 from specbench.decoding.sampling import SamplingParams
@@ -61,7 +62,7 @@ class Workplace:
         return self.answered(requests, self.drafter.rule.initial)
 
     def protocol(self) -> Protocol:
-        questions = [SimpleNamespace(turns=["a question"])]
+        questions = [Question(1, "qa", ("a question",), None, "qa")]
         return Protocol(self.pair, SamplingParams(64), "paired", 0, questions)
 
 

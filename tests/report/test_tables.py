@@ -110,11 +110,18 @@ def test_whose_kernels_ran_is_told_below_the_table(facts, expected):
         assert formats.cells(tables.run_table(SUMMARY | facts)).caption.endswith(f"; {expected}")
 
 
+def test_a_table_says_what_is_gained_without_prefill():
+    line = "without prefill, which took 4.0% of the method's time, the speedup is 1.60 [1.55, 1.66]"
+    assert remarks.prefill_line(SUMMARY["overall"]) == line
+    assert line in formats.cells(tables.run_table(SUMMARY)).caption
+    assert remarks.prefill_line(SUMMARY["overall"] | {"decode_speedup": None}) == ""
+
+
 def test_an_interval_over_repeats_of_one_pool_says_so():
     """Every table in which it stands."""
     said = "interval over repeats of one pool: timing noise only"
     one, several = batched(pools=1), batched(pools=2)
-    after = remarks.acceptance_line(one["overall"])
+    after = f"{remarks.acceptance_line(one['overall'])}; {remarks.prefill_line(one['overall'])}"
     assert formats.cells(tables.run_table(one)).caption.endswith(f"at batch size 1; {said}; {after}")
     on_pairs = [one, one | {"pair": "big"}]
     for table in (tables.batches_table([one]), tables.overview_table([one]), tables.pairs_table(on_pairs)):
