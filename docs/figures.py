@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,8 +37,6 @@ from specbench.report.training_data import SAME, differing_training, training_ta
 from specbench.system.errors import UserError, one_line_errors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-
     from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[1]

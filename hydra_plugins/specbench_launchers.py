@@ -13,8 +13,11 @@ from __future__ import annotations
 import os
 import sys
 from abc import abstractmethod
+from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import partial
 from itertools import islice
+from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from hydra.core.utils import JobReturn, JobStatus
@@ -25,10 +28,6 @@ from specbench import THREAD_VARIABLES
 from specbench.system.errors import UserError, import_optional, one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Sequence
-    from pathlib import Path
-    from types import ModuleType
-
     from hydra.types import HydraContext, TaskFunction
 
 POLL_SECONDS = 1

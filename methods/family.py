@@ -12,10 +12,10 @@ from __future__ import annotations
 import json
 import random
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from methods.common.build import Step, run_all
 from methods.parts import arguments
@@ -29,9 +29,6 @@ from specbench.system.errors import one_line_errors
 from specbench.system.files import read_json
 from specbench.tiny.soundness import RESULT, faults, table
 from specbench.tiny.train import FULL, SHIPPED, SMOKE, Build, Stage, checksums, install
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 SEED = 20
 

@@ -10,6 +10,7 @@ pass. No model, no training.
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,8 +24,6 @@ from specbench.models.pairs import Pair
 from specbench.system.settings import Count, Range
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
     import pandas as pd
 
     from specbench.decoding.model.staged_model import StagedModel

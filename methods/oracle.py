@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 import pkgutil
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -29,8 +30,6 @@ from specbench.system.errors import UserError
 from specbench.system.settings import Count, Positive, Probability, Seed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from methods.common.heads import Chosen
     from specbench.decoding.model.staged_model import StagedModel
     from specbench.decoding.slots import Slots

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -30,8 +31,6 @@ from specbench.system.paths import packaged
 from specbench.system.settings import Count, NotNegative, Range, Seed, Threads, check, check_all, plain
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from omegaconf import DictConfig
 
 SETTINGS = {

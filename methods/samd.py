@@ -7,6 +7,7 @@ If both are short, an auxiliary drafter can draft, such as EAGLE-2, the authors'
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -30,8 +31,6 @@ from specbench.system.errors import UserError
 from specbench.system.settings import MEMORY, Count
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from specbench.decoding.model.staged_model import StagedModel
     from specbench.decoding.slots import Slots
     from specbench.decoding.state import Prefill

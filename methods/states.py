@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import shlex
 import sys
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import islice
 from math import inf
 from pathlib import Path
@@ -54,8 +55,6 @@ from specbench.system.paths import packaged
 from specbench.system.settings import Count, Natural, NotNegative, Seed, check, check_all
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator
-
     from omegaconf import DictConfig
     from transformers import PreTrainedModel
 

@@ -9,6 +9,7 @@ often as before.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from methods.common.counted_trees import Counted, likeliest
@@ -20,8 +21,6 @@ from specbench.models.pairs import Pair
 from specbench.system.settings import Count, Probability, Range
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     from specbench.decoding.model.staged_model import StagedModel
     from specbench.decoding.slots import Slots
     from specbench.decoding.state import Prefill

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -20,8 +21,6 @@ from tests.support.conf import batches, drafters, drafts
 from tests.support.pages import DOCS, PAGES, README, broken_links, ids, load_script
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from omegaconf import DictConfig
 
 pytestmark = pytest.mark.slow  # together: two hundred short tests

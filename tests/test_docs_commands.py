@@ -9,8 +9,8 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from contextlib import nullcontext, suppress
-from typing import TYPE_CHECKING
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -26,9 +26,6 @@ from specbench.config.compose import CONF
 from specbench.system.errors import LackingError, UserError
 from tests.support.conf import composed
 from tests.support.pages import PAGES, blocks, ids, spans
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 pytestmark = pytest.mark.slow
 

@@ -8,20 +8,17 @@ import runpy
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
 from specbench.system.errors import UserError
 from specbench.system.files import read_json, write_json
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from multiprocessing.process import BaseProcess
-    from pathlib import Path
 
 # Steps are processes forked from one that has imported what takes seconds.
 CONTEXT = multiprocessing.get_context("forkserver")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,8 +23,6 @@ from specbench.system.files import share_weights
 from specbench.system.paths import packaged
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
     from transformers import PretrainedConfig
 
     from specbench.decoding.model.staged_model import StagedModel

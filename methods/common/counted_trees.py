@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import count
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
 
 Position = TypeVar("Position")
 

@@ -7,8 +7,10 @@ the loss if the guessed token is the assistant's.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,9 +26,6 @@ from methods.common.training import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-    from pathlib import Path
-
     from omegaconf import DictConfig
 
     from specbench.data.training import Batch

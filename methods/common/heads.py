@@ -7,6 +7,7 @@ probability 0, so that acceptance over the full vocabulary stays exact.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,8 +18,6 @@ from specbench.decoding.model.cost import weight_bytes
 from specbench.system.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from methods.common.draft_layer import CachedLayer
     from specbench.decoding.model.staged_model import StagedModel
     from specbench.decoding.state import Batch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,8 +10,6 @@ import torch
 from specbench.data.conversations import watched
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
     from specbench.data.training import Batch
 
 FITTED_PLACES = 60_000  # of a text, for a fit by least squares

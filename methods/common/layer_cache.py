@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -13,8 +14,6 @@ from specbench.decoding.model.graphs import uncaptured
 from specbench.decoding.model.layer_stack import attention_mask, rope_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Sequence
-
     from methods.common.draft_layer import CachedLayer
     from specbench.decoding.kv_cache import KVCache
     from specbench.decoding.model.staged_model import StagedModel

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import log
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,8 +14,6 @@ from torch.utils.checkpoint import checkpoint
 from specbench.decoding.model.anatomy import finished, logit_steps
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
     from omegaconf import DictConfig
     from transformers import PreTrainedModel
 

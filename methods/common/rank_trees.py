@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
@@ -15,8 +16,6 @@ from specbench.decoding.tree import Tree
 from specbench.system.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
     from specbench.decoding.state import Batch
 
     LogitsOf = Callable[[int, torch.Tensor | None], torch.Tensor]

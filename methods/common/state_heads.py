@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from methods.common.rank_trees import RankTrees, chosen_paths
@@ -11,8 +12,6 @@ from specbench.models.pairs import Pair
 from specbench.system.settings import Count
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import torch
 
     from methods.common.heads import DraftHead

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from specbench.system.errors import UserError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 SORTED = 32  # tokens that places are sorted by: a power of 2
 READ = 1024  # places up to which an interval is read whole; of longer ones

@@ -7,11 +7,8 @@ separator between them.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from copy import copy
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
 
 ROOT = 0  # the state of the empty stretch
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial, wraps
 from itertools import islice
 from pathlib import Path
@@ -47,8 +48,6 @@ from specbench.system.files import share_weights
 from specbench.system.settings import Count, NotNegative, Positive, Range, Seed, Threads, check_all
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-
     from transformers import PreTrainedModel
 
     from specbench.data.training import Batch

@@ -6,6 +6,8 @@ config.json that are not supported here are refused by name.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformers import Qwen3Config
@@ -32,9 +34,6 @@ from specbench.models.expansion import Expansion
 from specbench.system.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
     import torch
     from transformers import LlamaConfig
 

@@ -7,6 +7,7 @@ target's states of the accepted tokens enter that cache, and overwrite what the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
@@ -26,8 +27,6 @@ from specbench.system.errors import UserError
 from specbench.system.settings import Count, Probability
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from methods.dflash.model import CandidateSelector, MarkovHead
     from specbench.decoding.model.staged_model import StagedModel
     from specbench.decoding.slots import Slots

@@ -6,6 +6,7 @@ place's own normed state, per group of channels. Names of the parts are those of
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,8 +14,6 @@ from torch import nn
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from transformers import Qwen3Config
 
 

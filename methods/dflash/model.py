@@ -12,6 +12,7 @@ other layers, and a head that chooses among the likeliest tokens of a place by i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -32,8 +33,6 @@ from methods.dflash.layers import ConvolvedLayer
 from specbench.decoding.cpu.packed_linear import packed_linear
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from specbench.decoding.kv_cache import KVCache
 
     Rope = tuple[torch.Tensor, torch.Tensor]

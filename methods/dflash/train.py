@@ -14,7 +14,9 @@ it is not among them, it takes the place of the least likely one (speculators' t
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
@@ -53,9 +55,6 @@ from specbench.system.errors import UserError
 from specbench.system.settings import Count, Natural, Positive, Probability, Range
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
     from omegaconf import DictConfig
 
     from methods.dflash.model import BlockModel, CandidateSelector

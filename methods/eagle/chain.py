@@ -6,6 +6,7 @@ j - 1 and the text's token t + 1 + j. So a row sees the true pairs up to t, and 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,8 +14,6 @@ import torch
 from specbench.decoding.cpu.grouped_attention import attending
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from methods.common.draft_layer import CachedLayer
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,8 +25,6 @@ from specbench.models.expansion import ADDED_ROW, Expansion
 from specbench.system.errors import UserError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from specbench.decoding.model.staged_model import StagedModel
 
 WHAT = "the weights of the drafter"

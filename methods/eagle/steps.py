@@ -7,6 +7,7 @@ counts in the loss if the guessed token is the assistant's.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,8 +28,6 @@ from methods.eagle.chain import chained
 from specbench.decoding.state import NORMED
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
     from methods.common.draft_layer import CachedLayer
     from specbench.data.training import Batch
     from specbench.decoding.model.staged_model import StagedModel

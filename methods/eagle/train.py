@@ -11,7 +11,10 @@ right tokens: the most frequent paths. EAGLE-2 uses the same model.
 from __future__ import annotations
 
 import sys
+from collections import Counter
+from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,10 +40,6 @@ from specbench.system.errors import UserError
 from specbench.system.settings import Count
 
 if TYPE_CHECKING:
-    from collections import Counter
-    from collections.abc import Iterator
-    from pathlib import Path
-
     from omegaconf import DictConfig
 
     from methods.eagle.model import EagleModel

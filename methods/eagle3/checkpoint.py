@@ -5,6 +5,8 @@ Settings of a config.json that are not supported here are refused by name: a mis
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -30,9 +32,6 @@ from specbench.models.expansion import Expansion
 from specbench.system.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from pathlib import Path
-
     from transformers import LlamaConfig
 
     from specbench.decoding.model.staged_model import StagedModel

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -36,9 +38,6 @@ from specbench.system.errors import UserError
 from specbench.system.settings import Count, Natural
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from pathlib import Path
-
     from omegaconf import DictConfig
 
     from methods.eagle3.model import Eagle3Model

@@ -7,6 +7,7 @@ Hydra++ (`prefix-mlp`), whose output matrices are `hydra_lm_head.i.1` instead of
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -29,8 +30,6 @@ from specbench.models.expansion import Expansion
 from specbench.system.errors import UserError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from specbench.decoding.model.staged_model import StagedModel
 
 WHAT = "the Hydra heads"

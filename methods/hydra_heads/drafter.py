@@ -8,6 +8,7 @@ target's own states of the accepted tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -23,8 +24,6 @@ from specbench.decoding.model.cost import weight_bytes
 from specbench.decoding.state import NORMED, Batch, Prefill, SequenceState, Verified
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from methods.common.rank_trees import Level
     from methods.hydra_heads.heads import Heads
     from specbench.decoding.model.staged_model import StagedModel

@@ -11,7 +11,9 @@ of the ranks at which the heads, given the true tokens in between, had the right
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -26,9 +28,6 @@ from specbench.data.training import saved
 from specbench.system.settings import Count
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
     from omegaconf import DictConfig
 
     from methods.hydra_heads.heads import Heads, PrefixLayer

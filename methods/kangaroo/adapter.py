@@ -7,6 +7,7 @@ the arithmetic are those of the authors' checkpoints.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,8 +29,6 @@ from specbench.models.expansion import Expansion
 from specbench.system.errors import UserError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from transformers import PretrainedConfig
 
     from specbench.decoding.model.staged_model import StagedModel

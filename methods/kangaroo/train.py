@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -33,8 +34,6 @@ from specbench.system.errors import UserError
 from specbench.system.settings import Count, Natural
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from omegaconf import DictConfig
 
     from methods.kangaroo.adapter import Adapter, AdapterLayer

@@ -8,6 +8,7 @@ vLLM. vLLM's form has two more entries: a copy of the target's head if all heads
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,8 +29,6 @@ from methods.medusa.heads import MedusaHeads
 from specbench.system.errors import UserError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from specbench.decoding.model.staged_model import StagedModel
     from specbench.models.expansion import Expansion
 

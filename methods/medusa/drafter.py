@@ -6,6 +6,8 @@ al. 2024, section 2.1). The tree defines which ranks of which heads are combined
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,9 +22,6 @@ from specbench.decoding.model.cost import weight_bytes
 from specbench.system.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
     from methods.common.rank_trees import Level
     from methods.medusa.heads import MedusaHeads
     from specbench.decoding.state import Batch

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -23,8 +24,6 @@ from specbench.config.compose import program
 from specbench.system.settings import Count
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from omegaconf import DictConfig
 
     from specbench.data.training import Batch

@@ -11,6 +11,7 @@ token, so that streams change the number of passes of a draft and nothing about 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -24,8 +25,6 @@ from specbench.decoding.kv_cache import ForwardContext
 from specbench.decoding.sampling import SamplingParams, argmax_token
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from methods.common.heads import DraftHead
     from specbench.decoding.model.staged_model import StagedModel
 

@@ -10,17 +10,14 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from multiprocessing.synchronize import Semaphore
 
 import torch
 from torch import multiprocessing
 
 from specbench.decoding.trace import Timestamp
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from multiprocessing.synchronize import Semaphore
 
 RING = 8  # messages that may be in flight; neither side is ever more than a few ahead
 SPANS = 3  # of a draft: before the exit, during the rest of the pass, after the decision

@@ -10,6 +10,7 @@ what is accepted is the target's decision, as with every drafter.
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -31,8 +32,6 @@ from specbench.system.errors import UserError
 from specbench.system.settings import Count, Natural, Positive, Probability
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     import pandas as pd
     from transformers import PretrainedConfig, PreTrainedModel
 

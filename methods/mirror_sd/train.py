@@ -11,6 +11,7 @@ draft model like any other, with the streams' embeddings beside it in streams.sa
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,8 +34,6 @@ from specbench.models.pairs import draft_of
 from specbench.system.settings import Count, NotNegative
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from omegaconf import DictConfig
     from transformers import PreTrainedModel
 

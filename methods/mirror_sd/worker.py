@@ -12,8 +12,10 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from enum import IntEnum
+from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,9 +29,6 @@ from specbench.system.errors import JobError, one_line
 from specbench.system.processes import end_with_parent
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from multiprocessing.process import BaseProcess
-
     from methods.mirror_sd.brancher import Brancher
     from methods.mirror_sd.channel import Span
 

@@ -5,6 +5,8 @@ Settings of a config.json that are not supported here are refused by name.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,9 +30,6 @@ from specbench.models.expansion import CONSTANT, NORM_WEIGHT, Expansion
 from specbench.system.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
     from transformers import LlamaConfig
 
     from specbench.decoding.model.staged_model import StagedModel

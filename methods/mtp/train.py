@@ -8,7 +8,9 @@ head begins as the best linear estimate of the next state, with a silent layer.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -24,9 +26,6 @@ from specbench.data.training import saved
 from specbench.system.settings import Count, Probability
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from pathlib import Path
-
     from omegaconf import DictConfig
 
     from methods.mtp.model import MtpModel

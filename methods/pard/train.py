@@ -8,6 +8,7 @@ every place keeps every mask: of each further one only a share does, and those h
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,8 +31,6 @@ from specbench.config.compose import program
 from specbench.models.pairs import draft_of
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from omegaconf import DictConfig
     from transformers import PreTrainedModel
 

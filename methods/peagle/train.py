@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -29,8 +30,6 @@ from specbench.config.compose import program
 from specbench.system.settings import Count
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from omegaconf import DictConfig
 
     from methods.eagle3.model import Eagle3Model

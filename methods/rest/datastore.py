@@ -7,6 +7,7 @@ look-up reads only what it needs.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +22,6 @@ from specbench.system.files import file_sha256, make_folder
 from specbench.system.paths import packaged
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
     from specbench.models.pairs import Pair
 
 RECORD, TOKENS, PLACES = DATASTORE, "tokens.bin", "places.bin"

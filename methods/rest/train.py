@@ -7,6 +7,8 @@ it, are left out: a datastore that knows the answers measures nothing.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tqdm import tqdm
@@ -23,9 +25,6 @@ from specbench.system.files import file_sha256
 from specbench.system.settings import Count, Seed, check_all
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
     from omegaconf import DictConfig
 
 SETTINGS = {"tokens": Count | None, "seed": Seed}

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,8 +35,6 @@ from specbench.system.errors import UserError
 from specbench.system.settings import Count
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from omegaconf import DictConfig
     from transformers import PreTrainedModel
 

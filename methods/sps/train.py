@@ -7,6 +7,7 @@ pair's draft model, as another one of the same vocabulary (`draft=`), or as some
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,8 +26,6 @@ from specbench.config.compose import program
 from specbench.models.pairs import draft_of
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from omegaconf import DictConfig
     from transformers import PreTrainedModel
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -23,8 +24,6 @@ from specbench.system.paths import packaged
 from specbench.system.settings import Count
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from specbench.decoding.tree import Tree
 
 FILE = "tree.json"

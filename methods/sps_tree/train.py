@@ -12,6 +12,7 @@ import hashlib
 import json
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,8 +33,6 @@ from specbench.system.files import make_folder, write_atomic
 from specbench.system.settings import Count, Seed, Temperature, check_all
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from omegaconf import DictConfig
 
 SETTINGS = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,8 +13,6 @@ from specbench.decoding.model.graphs import EagerRunner
 from specbench.system.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
-
     from specbench.decoding.model.staged_model import StagedModel
 
 PARTS = ("self_attn", "mlp")  # of a layer, what families call its attention and its feed-forward part

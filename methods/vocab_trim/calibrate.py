@@ -12,6 +12,7 @@ import hashlib
 import json
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -28,8 +29,6 @@ from specbench.system.errors import UserError, stoppable
 from specbench.system.settings import Count, Seed, Temperature, check_all
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from omegaconf import DictConfig
 
 SOURCES = ("raw_text", "draft_generated", "target_generated")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +18,6 @@ from specbench.system.errors import UserError, warn
 from specbench.system.paths import packaged
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from transformers import PreTrainedTokenizerBase
 
     from specbench.models.pairs import Pair

@@ -9,7 +9,9 @@ tolerance, or the run failed.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from omegaconf import OmegaConf
@@ -20,9 +22,6 @@ from specbench.measure.records import run_folder as store
 from specbench.system.errors import UserError, one_line_errors, suggest
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
     from rich.table import Table
 
 FILE = CONF / "published_checks.yaml"

@@ -14,6 +14,7 @@ import os
 import random
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -34,8 +35,6 @@ from specbench.system.files import check_same, lock_file, make_folder, refuse_fo
 from specbench.system.settings import Count, Natural, Probability, Range, Seed, check_all, plain
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from omegaconf import DictConfig
 
     from specbench.data.conversations import Messages

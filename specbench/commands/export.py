@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -16,8 +17,6 @@ from specbench.system.files import make_folder
 from specbench.system.settings import check_all
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from omegaconf import DictConfig
 
 PART = "part"

@@ -11,6 +11,7 @@ import json
 import random
 import sys
 from bisect import bisect_right
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,8 +26,6 @@ from specbench.system.paths import packaged
 from specbench.system.settings import Count, Natural, Seed, check_all
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from omegaconf import DictConfig
 
     from specbench.models.pairs import Pair

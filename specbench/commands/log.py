@@ -14,6 +14,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,8 +27,6 @@ from specbench.system.errors import UserError, one_line, one_line_errors
 from specbench.system.processes import end_with_parent
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
     import pandas as pd
     import wandb
 

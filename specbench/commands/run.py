@@ -11,7 +11,9 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing, contextmanager, nullcontext
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, NoReturn
 
 from specbench.commands.log import track
@@ -34,9 +36,6 @@ from specbench.system.errors import LackingError, UserError, one_line_errors, pr
 from specbench.system.processes import end_with_parent, heeding_sigterm
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Iterator
-    from pathlib import Path
-
     from omegaconf import DictConfig
 
 LOG = "log.txt"  # in the run folder of a job on another machine: its output

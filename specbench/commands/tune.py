@@ -13,8 +13,9 @@ import json
 import os
 import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from hydra import compose
 from hydra.core.hydra_config import HydraConfig
@@ -34,9 +35,6 @@ from specbench.measure.records.source import method_sha256, source_sha256
 from specbench.system import settings as values
 from specbench.system.errors import UserError, import_optional
 from specbench.system.files import lock_folder, make_folder
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 OWN = ("search", "trials")  # keys that a run does not have
 RUN, REASON = "run_dir", "reason"  # attributes of a trial in Optuna, beside settings and score

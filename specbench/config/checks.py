@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -29,8 +30,6 @@ from specbench.system.paths import packaged
 from specbench.system.settings import Count, Natural, Positive, Seed, Temperature, Threads
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from specbench.config.spec import RunSpec
     from specbench.decoding.drafter import Needs
 

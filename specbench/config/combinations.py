@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import pkgutil
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from specbench.config.overrides import check_pair_keys
@@ -16,8 +17,6 @@ from specbench.system.errors import LackingError, UserError, one_line, suggest
 from specbench.system.settings import LASTING, MEMORY, WRAPPED
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from omegaconf import DictConfig
 
     from specbench.decoding.drafter import Needs

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,8 +35,6 @@ from specbench.system.errors import UserError, file_errors, one_line_errors, pri
 OF_METHODS = ("bench", "tune", "serve", "export_part")
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from omegaconf import DictConfig
 
 

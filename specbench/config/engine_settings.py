@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import pkgutil
 import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from specbench.config.folders import group_file
@@ -14,8 +15,6 @@ from specbench.system.errors import UserError
 from specbench.system.settings import settings
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from omegaconf import DictConfig
 
     from specbench.config.spec import RunSpec

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import yaml
 from hydra import compose, initialize_config_dir
@@ -29,9 +30,6 @@ from specbench.config.folders import (
     own_conf,
 )
 from specbench.system.errors import UserError, suggest
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 NO_KEY = re.compile(r"Could not override '([\w.]+)'")  # as in Hydra's message
 PART = re.compile(r"\bpair\.parts\.(\w+)")  # as a YAML refers to one

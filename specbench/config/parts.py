@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specbench.config.folders import base_pair, group_file
@@ -10,9 +12,6 @@ from specbench.system.files import read_record
 from specbench.system.paths import packaged
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-    from pathlib import Path
-
     from omegaconf import DictConfig
 
     from specbench.decoding.drafter import Needs

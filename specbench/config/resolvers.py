@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
@@ -17,9 +18,6 @@ from specbench import CONF
 from specbench.config.folders import choices_of, conf_folders, group_file
 from specbench.models.expansion import EMBEDDED, layer_at
 from specbench.system.errors import UserError, suggest
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 Resolver = TypeVar("Resolver", bound="Callable[..., Any]")
 

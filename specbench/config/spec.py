@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pkgutil
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,8 +11,6 @@ from specbench.system import settings as values
 from specbench.system.settings import LASTING, MEMORY, WRAPPED
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from specbench.decoding.drafter import Drafter, Needs
     from specbench.decoding.scheduler import Scheduler
 

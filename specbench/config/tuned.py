@@ -6,6 +6,7 @@ That follows from the values alone, whatever the command line asked for. Paramet
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from specbench.config.folders import choices_of, group_file
@@ -15,8 +16,6 @@ from specbench.data.warm_start import WARM
 from specbench.system.settings import CONSTANT, MEMORY, WRAPPED, settings
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from specbench.config.spec import RunSpec
 
 PUBLISHED, TUNED, CHANGED = "published", "tuned", "changed"

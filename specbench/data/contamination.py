@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from specbench.data.ngrams import ngrams
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
-
     from specbench.data.questions import Question
 
 # Texts of fewer words are too common: turns match only as a whole message, answers not at all.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable, Iterable, Iterator
 from itertools import count, dropwhile, islice
 from typing import TYPE_CHECKING, TypeVar
 
@@ -15,8 +16,6 @@ from specbench.system.errors import UserError, warn
 from specbench.system.paths import packaged
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
     import torch
     from omegaconf import DictConfig
 

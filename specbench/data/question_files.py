@@ -8,17 +8,15 @@ Parquet: a row needs `turns` or `messages` alone, and each category is a task.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import yaml
 
 from specbench import CONF
 from specbench.system.errors import UserError, suggest
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from pathlib import Path
 
 # Spec-Bench's tasks and the categories that each pools, in the order of its tables.
 TASKS: dict[str, list[str]] = yaml.safe_load((CONF / "task" / "all.yaml").read_text(encoding="utf-8"))[

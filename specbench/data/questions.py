@@ -6,17 +6,14 @@ import hashlib
 import http.client
 import os
 import urllib.request
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from specbench.data.question_files import PARQUET, Question, read_questions, read_turns
 from specbench.system.errors import UserError, suggest
 from specbench.system.files import file_sha256, write_atomic
 from specbench.system.paths import cache_folder, existing_file, packaged
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
 
 DOWNLOAD_TIMEOUT_SECONDS = 30
 WARMUP = "specbench/tiny/warmup.jsonl"

@@ -7,8 +7,10 @@ documents) comes from templates, which are filled with what it wrote before.
 
 from __future__ import annotations
 
+import random
 import re
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +20,6 @@ from specbench.system.errors import UserError, suggest
 from specbench.system.settings import NotNegative, Probability, check
 
 if TYPE_CHECKING:
-    import random
-    from collections.abc import Mapping, Sequence
-
     from specbench.data.contamination import BenchmarkNgrams
 
 PROSE_WORDS = range(40, 201)  # of an answer that templates may quote

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import shutil
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import chain, islice
 from pathlib import Path
@@ -27,8 +28,6 @@ from specbench.system.settings import plain
 from specbench.system.threads import Threads, use_threads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
     from accelerate import Accelerator
     from omegaconf import DictConfig
 

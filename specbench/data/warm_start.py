@@ -5,6 +5,7 @@ The setting is `warm` of a drafter, or of one that it wraps. The file is read at
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from itertools import chain, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,8 +19,6 @@ from specbench.system.paths import existing_file, packaged
 from specbench.system.settings import WRAPPED
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
     from specbench.data.conversations import Tokens
     from specbench.models.pairs import Pair
 

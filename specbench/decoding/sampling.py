@@ -7,8 +7,8 @@ text from the same seed.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,9 +16,6 @@ import torch
 from specbench.decoding.cpu import native
 from specbench.system.errors import UserError
 from specbench.system.settings import TOKEN
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
 
 # Columns of random numbers: the target's draw, acceptance; the drafter's draws come after them.
 TARGET, ACCEPT = range(2)

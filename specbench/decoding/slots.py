@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -11,8 +12,6 @@ from specbench.decoding.device import move_slots
 from specbench.decoding.kv_layout import RaggedLayout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from specbench.decoding.kv_cache import KVCache
 
 T = TypeVar("T")

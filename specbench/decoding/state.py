@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +13,6 @@ from specbench.decoding.tree import Tree
 from specbench.system.settings import BLOCK
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from specbench.decoding.kv_layout import RaggedLayout
     from specbench.decoding.sampling import SamplingParams
     from specbench.decoding.trace import Step, Timestamp

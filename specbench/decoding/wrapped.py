@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import wraps
 from inspect import isfunction
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from specbench.decoding.drafter import Drafter
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 class WrappedDrafter(Drafter):

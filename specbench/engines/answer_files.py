@@ -6,6 +6,7 @@ import json
 import math
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
@@ -13,8 +14,6 @@ from jinja2 import TemplateError
 from specbench.system.errors import UserError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from specbench.models.pairs import Pair
 
 KEYS = {"id", "prompt", "messages", "tokens", "logprobs", "max_new_tokens"}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -30,8 +31,6 @@ from specbench.measure.metrics.metrics import EXACT, TIE, VIOLATION
 from specbench.measure.numeric_noise import ENGINE_NOISE, forced_logits, foreign_noise, shape_noise
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from specbench.decoding.model.staged_model import StagedModel
     from specbench.engines.answer_files import Answered
     from specbench.models.pairs import Pair

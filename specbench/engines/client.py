@@ -5,14 +5,12 @@ from __future__ import annotations
 import http.client
 import json
 import time
+from collections.abc import Iterator, Mapping
 from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 from specbench.system.errors import UserError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
 
 DONE = "[DONE]"
 # HTTP's codes from 400 to below 500 refuse a request; all others than 200 are a failure of the server.

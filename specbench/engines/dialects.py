@@ -6,6 +6,7 @@ A dialect sends one request and returns the target passes of the answer, as far 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, islice
 from typing import TYPE_CHECKING, Any
@@ -16,8 +17,6 @@ from specbench.engines.standalone.completions import NEUTRAL
 from specbench.system.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
     from specbench.decoding.state import Request
 
 TOP = 5  # tokens per position whose log-probabilities are requested

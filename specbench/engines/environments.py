@@ -11,16 +11,13 @@ import re
 import subprocess
 import sys
 import venv
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from specbench.system.errors import UserError
 from specbench.system.files import lock_folder, make_folder
 from specbench.system.paths import cache_folder
 from specbench.system.settings import check
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 COMPLETE = "installed"  # a file that marks an environment as complete
 # Prints what a distribution requires, its extras included.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 from specbench.engines.dialects import DIALECTS, openai
@@ -12,9 +13,6 @@ from specbench.engines.server import Server
 from specbench.models.pairs import Pair
 from specbench.system.errors import UserError, suggest
 from specbench.system.settings import Positive
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 
 def _is_url(value: object) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,9 +18,6 @@ from specbench.system.paths import existing_file
 from specbench.system.settings import Positive, check
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
     from transformers import PreTrainedModel
 
 SCRIPT = STANDALONE / "serve_openvino.py"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -14,8 +15,6 @@ from specbench.system.errors import UserError
 from specbench.system.settings import Seed, check
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from specbench.decoding.state import SequenceState
     from specbench.engines.standalone.completions import Completion, Send
     from specbench.measure.arms import Arm

@@ -11,6 +11,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -29,8 +30,6 @@ from specbench.system.errors import JobError, UserError, one_line
 from specbench.system.paths import existing_file
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from specbench.decoding.engine import Rounds
     from specbench.decoding.state import Request
     from specbench.engines.dialects import Reply

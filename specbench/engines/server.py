@@ -11,10 +11,11 @@ import sys
 import tempfile
 import time
 from collections import deque
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import psutil
 
@@ -22,9 +23,6 @@ from specbench import WAITING
 from specbench.engines.client import is_ready
 from specbench.system.errors import UserError
 from specbench.system.processes import own_cores
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
 
 HOST = "127.0.0.1"
 POLL_SECONDS = 0.05  # between two readiness checks

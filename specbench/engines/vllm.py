@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import specbench
 from specbench import METHODS
@@ -26,9 +27,6 @@ from specbench.system.errors import UserError
 from specbench.system.files import make_folder, read_json
 from specbench.system.paths import cache_folder
 from specbench.system.settings import LASTING, MEMORY, Positive
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 # Variables of its processes: no network, no reports of use; one GiB of keys and values, unless the user sets it.
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}

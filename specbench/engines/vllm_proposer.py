@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +20,6 @@ from specbench.decoding.slots import Slots
 from specbench.decoding.state import Batch, Draft, Prefill, Request, SequenceState, Verified
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import numpy as np
 
     from specbench.decoding.drafter import Drafter

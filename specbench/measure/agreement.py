@@ -9,6 +9,7 @@ faults in the others.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 from typing import TYPE_CHECKING, Any
@@ -24,8 +25,6 @@ from specbench.models.devices import name_of
 from specbench.system.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from transformers import PretrainedConfig, PreTrainedModel
 
     from specbench.decoding.model.staged_model import StagedModel

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -21,8 +21,6 @@ from specbench.models.pairs import Pair
 from specbench.system.errors import one_line, warn
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
-
     from specbench.config.spec import RunSpec
     from specbench.decoding.drafter import Drafter
     from specbench.decoding.engine import Engine

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
@@ -20,8 +21,6 @@ from specbench.measure.certify import worst
 from specbench.system.errors import JobError, one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
     import torch
 
     from specbench.data.question_files import Question

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import zip_longest
@@ -32,8 +33,6 @@ from specbench.measure.numeric_noise import (
 from specbench.system.settings import TOKEN
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Sequence
-
     from specbench.decoding.state import Request
     from specbench.decoding.trace import Generation
     from specbench.measure.arms import Setup

@@ -7,6 +7,7 @@ slowdown of the machine affects all of them alike.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,8 +21,6 @@ from specbench.measure.machine.watch import LOST, SETTLING, Watch, added, betwee
 from specbench.measure.remeasure import CAPTURED, Attempt, Slice, least_disturbed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from specbench.decoding.state import Request
     from specbench.decoding.trace import Generation
     from specbench.measure.arms import Setup

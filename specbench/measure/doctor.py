@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +21,6 @@ from specbench.decoding.state import NORMED, Draft
 from specbench.decoding.wrapped import WrappedDrafter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
     from specbench.decoding.state import Batch, Prefill, Request, SequenceState, Verified
     from specbench.models.pairs import Pair
 

@@ -7,6 +7,7 @@ levels.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,8 +16,6 @@ from specbench.decoding.wrapped import WrappedDrafter
 from specbench.system.settings import ADAPTIVE, CONSTANT
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from specbench.decoding.drafter import Drafter
     from specbench.decoding.model.staged_model import StagedModel
     from specbench.decoding.slots import Slots

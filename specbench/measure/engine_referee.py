@@ -7,6 +7,7 @@ come from the log-probabilities that the plain server reports.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -15,8 +16,6 @@ from specbench.decoding.sampling import truncate_at_stop
 from specbench.measure.numeric_noise import ENGINE_NOISE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
-
     from specbench.decoding.state import Request
     from specbench.measure.arms import Served
 

@@ -7,13 +7,11 @@ nothing runs at the same time, and each arm's time on the clock is its own.
 from __future__ import annotations
 
 import time
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Sequence
-    from contextlib import AbstractContextManager
-
     from specbench.decoding.trace import Clock
 
 T = TypeVar("T")

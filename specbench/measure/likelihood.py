@@ -11,6 +11,7 @@ matters at low temperatures. The expected sum is therefore also computed for dis
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,8 +20,6 @@ import torch
 from specbench.measure.numeric_noise import forced_logits, forced_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
-
     from specbench.decoding.model.staged_model import StagedModel
 
 BLOCK = 32  # tokens per block

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -22,8 +23,6 @@ from specbench.decoding.tree import Tree
 from specbench.system.processes import free_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
-
     from specbench.decoding.kv_cache import KVCache
     from specbench.decoding.sampling import SamplingParams
 

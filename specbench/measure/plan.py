@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from typing import Any
+from typing import Any
 
 LEAST_FOR_PRECISION = 3  # passes, for an interval over them to be meaningful
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import permutations
@@ -13,8 +14,6 @@ from specbench.decoding.state import Request
 from specbench.system.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
     from specbench.data.question_files import Question
     from specbench.decoding.sampling import SamplingParams
     from specbench.models.pairs import Pair

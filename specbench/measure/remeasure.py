@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from specbench.measure.machine.watch import Counters, added
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from specbench.decoding.trace import Generation
 
 CAPTURED = math.inf  # the degree of a slice in which a pass was captured

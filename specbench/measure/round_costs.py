@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -10,8 +11,6 @@ from specbench.measure.draft_length import Constant, Goodput, VariableLength, co
 from specbench.measure.warm_up import end_requests, filled
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from specbench.decoding.trace import Generation
     from specbench.measure.arms import Setup
     from specbench.measure.protocol import Protocol

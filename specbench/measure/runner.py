@@ -13,6 +13,7 @@ import random
 import sys
 import time
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -57,8 +58,6 @@ from specbench.system.settings import CONSTANT, GOODPUT, flat, parameters
 from specbench.system.threads import present_cores
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from specbench.data.question_files import Question
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -18,8 +19,6 @@ from specbench.measure.draft_length import Constant, VariableLength
 from specbench.system import threads
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from specbench.data.question_files import Question
     from specbench.measure.arms import Setup
     from specbench.measure.protocol import Protocol

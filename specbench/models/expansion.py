@@ -16,6 +16,7 @@ is padded with zeros, and what depends on a width is compensated for:
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -26,8 +27,6 @@ from specbench.system.paths import packaged
 from specbench.system.settings import plain
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
     import torch
     from omegaconf import DictConfig
     from transformers import LlamaConfig, PreTrainedModel

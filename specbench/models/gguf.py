@@ -9,15 +9,13 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
 from specbench.system.errors import UserError, one_line, warn
 from specbench.system.files import file_sha256, made_once, read_json, write_atomic
 from specbench.system.paths import cache_folder
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from pathlib import Path
 
 SUFFIX = ".gguf"
 FORM = 5  # of the cached folders; those of another form are made anew

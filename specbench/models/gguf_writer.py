@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specbench.models.gguf import PADDING
 from specbench.system.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
     import numpy as np
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import sys
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,8 +34,6 @@ from specbench.system.paths import existing_file
 from specbench.system.settings import plain
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
-
     from omegaconf import DictConfig
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specbench.models.gguf import is_gguf
@@ -11,8 +12,6 @@ from specbench.system.paths import existing_file, packaged
 from specbench.system.settings import plain
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from omegaconf import DictConfig
 
     from specbench.decoding.drafter import Needs

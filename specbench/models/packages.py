@@ -10,18 +10,15 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
 from specbench.system.errors import UserError, file_errors, suggest
 from specbench.system.files import file_sha256, lock_folder, make_folder
 from specbench.system.paths import cache_folder
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 PREFIX = "package:"
 PARTIAL = "partial"  # holds what is not complete yet, within the folder of a package

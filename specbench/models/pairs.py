@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
@@ -28,8 +29,6 @@ from specbench.system.paths import packaged
 from specbench.system.settings import plain
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
-
     from omegaconf import DictConfig
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 

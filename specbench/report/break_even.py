@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import numpy as np
 
 from specbench.config.spec import without_group
 from specbench.report.decision import draft_length
 from specbench.report.labels import labels, pair_names
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
 
 # Settings of the method, or of the drafter in a batch.
 ACCEPTANCE, LENGTH, COST = "acceptance", "max_draft_tokens", "cost_of"

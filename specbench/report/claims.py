@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -24,8 +25,6 @@ from specbench.system.files import file_sha256
 from specbench.system.settings import CONSTANT, TYPICAL
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
     from rich.table import Table
 
     from specbench.report.runs import Run

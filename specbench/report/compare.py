@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from rich.text import Text
@@ -14,8 +15,6 @@ from specbench.report.runs import Run, differences, not_comparable, row_names
 from specbench.report.training_data import differing_training
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
-
     from rich.table import Table
 
 SPEEDUP = "speedup"

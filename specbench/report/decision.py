@@ -8,6 +8,7 @@ asked the same questions (`specbench compare` does).
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -40,8 +41,6 @@ from specbench.report.training_data import tokens_seen
 from specbench.system.settings import TOKEN
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
     from rich.table import Table
 
     from specbench.report.runs import Run

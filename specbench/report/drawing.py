@@ -7,14 +7,13 @@ Every run keeps its colour, marker and hatch, so that a plot can be read without
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from matplotlib.figure import Figure
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
-
     from matplotlib.axes import Axes
 
 MAX_SERIES = 10  # runs in a plot: more cannot be told apart

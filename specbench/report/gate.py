@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,8 +20,6 @@ from specbench.report.compare import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
-
     from specbench.report.runs import Run
 
 # A gate judges changes of the code: differing code does not prevent a comparison.

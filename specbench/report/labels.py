@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from specbench.config.spec import POOL, QUESTION
 from specbench.config.tuned import JUDGED_ELSEWHERE, PUBLISHED, TUNED
 from specbench.data.question_files import TASKS
 from specbench.system.settings import CONSTANT, TRIMMING
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
 
 NAMED = 3
 DRAFT = "draft"  # the draft model of a pair, as a setting

@@ -6,15 +6,12 @@ method would gain if there were nothing but reading; measured speedups are betwe
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from statistics import median
-from typing import TYPE_CHECKING
 
 from specbench.config.spec import QUESTION
 from specbench.report.labels import labels, pair_names
 from specbench.system.settings import CONSTANT
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
 
 # What may differ between the runs of a line and of another model; the name of a preset changes no run.
 OF_MODELS = (

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from specbench.measure.machine.speed import BANDWIDTH, NAMES, OPERATIONS, PRODUCT, Figures, below, slow
 from specbench.report.runs import row_names
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
-
     from specbench.report.runs import Run
 
 WORDS = {BANDWIDTH: "reading memory", PRODUCT: "a matrix product", OPERATIONS: "starting operations"}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,9 +33,6 @@ from specbench.report.runs import latest
 from specbench.report.sweep_plots import break_even, engines, heat_maps, regimes, throughput
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from pathlib import Path
-
     from matplotlib.figure import Figure
 
     from specbench.report.runs import Run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from specbench.data.question_files import TASKS
@@ -10,8 +11,6 @@ from specbench.report.published import NUMBERS, OVERALL, Published, beside
 from specbench.report.tables import SHORT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from rich.table import Table
 
 # What the figures of one row of a table share.

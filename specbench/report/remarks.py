@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterable
 
 from rich.text import Text
 
@@ -17,9 +17,6 @@ from specbench.report.runs import Run, differing_by_pair
 from specbench.report.training_data import differing_training
 from specbench.report.verdicts import baseline_fault, faults, itself_text
 from specbench.system.settings import TOKEN, TYPICAL, WORTH
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
 
 RANDOM = "random weights: times and sizes are real, acceptance is not"
 EXPANDED = "text and acceptance are those of the embedded family, times and sizes those of the dimensions"

@@ -17,6 +17,7 @@ with short ones makes speedups accurate.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -37,8 +38,6 @@ from specbench.system.errors import UserError, file_errors, one_line_errors
 from specbench.system.settings import ADAPTIVE, CONSTANT, GOODPUT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
     from rich.table import Table
 
     from specbench.report.runs import Run

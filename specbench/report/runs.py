@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pandas as pd
 
@@ -20,10 +21,6 @@ from specbench.measure.records.migrate import migrated, migrated_config, migrate
 from specbench.report.labels import as_text, labels, named
 from specbench.system.errors import UserError
 from specbench.system.files import finite, read_json
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
-    from pathlib import Path
 
 NESTED = ("equivalence", "stats")
 # What reports read of a summary: a run that lacks any of it is damaged, or was written by another version.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, cast
@@ -26,8 +27,6 @@ from specbench.system.errors import UserError, file_errors, one_line_errors
 from specbench.system.settings import CONSTANT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from rich.table import Table
 
     from specbench.report.runs import Run

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import TYPE_CHECKING, cast
 
@@ -33,8 +34,6 @@ from specbench.report.model_scaling import baseline_fractions, by_size, of_other
 from specbench.report.remarks import baseline_rate
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
     from matplotlib.axes import Axes
 
 HEAT_MAPS = 6

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,8 +29,6 @@ from specbench.report.runs import Run, SkippedRun, finished_runs, oldest_first
 from specbench.system.arguments import Parser
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from rich.table import Table
 
 NOTES_SHOWN = 10

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from specbench.data.contamination import stages
@@ -10,8 +11,6 @@ from specbench.report.cells import NUMBER, UNKNOWN, PlainTable
 from specbench.report.labels import labels, named
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
     from rich.table import Table
 
 SHOWN_OF_A_DIGEST = 8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from specbench.measure.metrics.engine import UNLIKELY, is_off
@@ -10,8 +11,6 @@ from specbench.report.cells import ratio_text
 from specbench.system.settings import TYPICAL
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from rich.text import Text
 
 

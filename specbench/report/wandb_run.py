@@ -11,6 +11,7 @@ import io
 import json
 import re
 import sys
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,8 +34,6 @@ from specbench.system.secrets import without_secrets
 from specbench.system.settings import flat
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
     from matplotlib.figure import Figure
 
 REACH_SECONDS = 30  # to wait for the service to answer at all

@@ -7,16 +7,12 @@ import errno
 import importlib
 import signal
 import sys
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
+from types import ModuleType
 
 from specbench import ROOT
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-    from pathlib import Path
-    from types import ModuleType
-
 
 SHORTEST_PART = 3  # characters of a name that is looked for within others
 

@@ -10,14 +10,12 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from specbench.system.errors import BusyError, UserError, file_errors, one_line
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-    from pathlib import Path
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:

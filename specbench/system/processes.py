@@ -7,12 +7,9 @@ import os
 import re
 import signal
 import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 PROC, SYSTEM = Path("/proc"), Path("/sys")
 # Files of a control group (v2, v1): its limit and its usage; key of the file cache within that usage.

@@ -6,6 +6,7 @@ omegaconf is imported where a configuration of Hydra's is at hand: models are de
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, cast, get_args, get_origin
@@ -13,8 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, cast, get_args
 from specbench.system.errors import UserError, suggest
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from omegaconf import DictConfig
 
 

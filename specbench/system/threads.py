@@ -11,16 +11,13 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from specbench.system.processes import cpu_quota, own_cores
 from specbench.system.settings import WORTH
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 ROUNDS = 3
 HOPELESS = 1.5  # times the best time so far: still fewer threads are not tried

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from specbench.tiny.lexicon import Lexicon, Modifier, Noun, Verb, article, harmony, mix, pick_near_equal
-
-if TYPE_CHECKING:
-    import random
 
 _CONNECTIVES = (
     ("Then", "After that", "Later", "Soon"),

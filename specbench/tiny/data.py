@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from specbench.data.conversations import Messages, Tokens, batched, packed_rows
@@ -10,8 +11,6 @@ from specbench.tiny.tokenizer import ASSISTANT, BOS, END, USER
 from specbench.tiny.world import Example, training_examples
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
-
     import torch
     from transformers import PreTrainedTokenizerFast
 

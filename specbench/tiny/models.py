@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from specbench.tiny.tokenizer import CONTEXT
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 HEAD_DIM = 32
 CODE = 14  # numbers of a token by which the lookup circuit knows it again; even

@@ -8,12 +8,9 @@ networks" (2024).
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _STEPS = 5

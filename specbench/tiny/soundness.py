@@ -17,6 +17,7 @@ import json
 import re
 import sys
 from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -31,8 +32,6 @@ from specbench.tiny.tokenizer import load_tokenizer
 from specbench.tiny.train import MODELS, SHIPPED
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from rich.table import Table
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 

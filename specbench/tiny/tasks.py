@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -10,8 +11,6 @@ from specbench.tiny.facts import Entity, Facts, tell
 from specbench.tiny.lexicon import REGISTERS, TOPICS, Lexicon, mix, pick_near_equal
 
 if TYPE_CHECKING:
-    import random
-
     from specbench.tiny.lexicon import Noun
 
 Turns = tuple[list[str], list[str]]

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import islice
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from specbench.tiny import english
 from specbench.tiny.world import training_examples
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 VOCAB_SIZE = 16384
 BOS, USER, ASSISTANT, END, PAD = SPECIALS = ("<|bos|>", "<|user|>", "<|assistant|>", "<|end|>", "<|pad|>")

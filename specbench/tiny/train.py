@@ -26,6 +26,7 @@ import hashlib
 import json
 import shutil
 import sys
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -44,8 +45,6 @@ from specbench.tiny.optimise import Schedule, Text, answer_loss
 from specbench.tiny.tokenizer import VOCAB_SIZE, load_tokenizer, train_tokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
     from omegaconf import DictConfig
 
 SHIPPED = Path(__file__).parent

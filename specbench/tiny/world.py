@@ -8,19 +8,16 @@ only measured with (`is_measured`). What is measured has only such turns; what m
 from __future__ import annotations
 
 import random
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from itertools import count
-from typing import TYPE_CHECKING
 
 from specbench.tiny import tasks
 from specbench.tiny.conversation import CATEGORIES
 from specbench.tiny.drills import DRILLS
 from specbench.tiny.facts import Facts
 from specbench.tiny.lexicon import Lexicon, mix
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
 
 WORLD_SEED = 20261123
 TRAIN_SEED, HELD_OUT_SEED, BENCHMARK_SEED, WARMUP_SEED = 1, 900_001, 900_002, 900_003

@@ -11,9 +11,10 @@ import argparse
 import copy
 import time
 from collections import defaultdict
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -29,9 +30,6 @@ from specbench.decoding.state import Draft
 from specbench.measure.machine.bandwidth import bandwidth
 from specbench.measure.runner import prepare
 from tests.support.conf import composed
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 PROMPT = 200
 EVERY = 4  # turns after which the speed of reading is measured again

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,9 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from specbench.decoding.cpu import lean_modules as layers
 from specbench.decoding.engine import Engine, exhaust
 from tests.support.graphs import choose_as_on_a_gpu
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 # Nothing is computed: memory is reserved, a shape is named anew.
 FREE = {

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,9 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from specbench import ROOT
 from specbench.decoding import acceptance
 from specbench.decoding.engine import Engine
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 CODE = (ROOT / "specbench", ROOT / "methods")
 # Values of the device that the host asks for.

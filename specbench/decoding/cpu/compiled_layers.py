@@ -12,8 +12,10 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -28,9 +30,6 @@ from specbench.system.files import make_folder
 from specbench.system.paths import cache_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
-
     Tensors = Sequence[torch.Tensor]
     Key = tuple[torch.dtype, bool]
 

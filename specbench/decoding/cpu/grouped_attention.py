@@ -9,6 +9,7 @@ available, short passes use them, see kernels/attention.cpp.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,8 +20,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from specbench.decoding.cpu.native import MOST_TOKENS, has_kernel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
     from transformers import PretrainedConfig
 
 NAME = "grouped_sdpa"  # among transformers' attention functions

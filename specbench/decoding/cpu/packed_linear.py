@@ -9,6 +9,7 @@ in which products are summed.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -20,8 +21,6 @@ from specbench.system.errors import warn
 from specbench.system.processes import free_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
     Layout = Callable[[torch.Tensor], "Matrix"]
 
 FEW = 64  # tokens of a product: with more, a weight in bfloat16 is worth turning into float32 first

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -10,8 +11,6 @@ import torch
 from specbench.system.errors import UserError, one_line, out_of_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     from transformers import PretrainedConfig, PreTrainedModel
 
 NORMS = ("norm", "final_layer_norm", "final_layernorm")  # what families call the norm in front of the head

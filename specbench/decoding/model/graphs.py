@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,8 +21,6 @@ from specbench.decoding.cpu.packed_linear import assume_unchanged
 from specbench.system.errors import JobError, one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterator, Sequence
-
     Function = Callable[..., Sequence[torch.Tensor | None]]
 
 WARM_UPS = 2  # runs in front of a capture, in which libraries choose their kernels and reserve what they need

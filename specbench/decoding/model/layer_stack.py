@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +15,6 @@ from specbench.decoding.cpu.native import has_kernel
 from specbench.decoding.model.anatomy import CACHES, POSITIONS, Kind, device_of, window_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from specbench.decoding.kv_cache import ForwardContext, KVCache
 
 

@@ -8,6 +8,7 @@ another anatomy is refused instead of being measured wrongly. Draft models are d
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable, Sequence
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any, cast
 
@@ -25,8 +26,6 @@ from specbench.decoding.state import NORMED, Draft, Prefill
 from specbench.system.errors import UserError
 
 if TYPE_CHECKING:  # a slow import, not needed to read `Drafter.needs`
-    from collections.abc import Callable, Hashable, Sequence
-
     from transformers import PreTrainedModel
 
     from specbench.decoding.state import Batch

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specbench.system.processes import free_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import torch
 
 LEAST_BUFFER_BYTES = {"cpu": 2**28, "cuda": 2**30}  # makes the start of a pass negligible

@@ -8,12 +8,11 @@ import platform
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import torch
 
 RESET_PEAK = Path("/proc/self/clear_refs")

@@ -11,8 +11,9 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
 from safetensors import safe_open
@@ -28,9 +29,6 @@ from specbench.system.files import file_sha256, finite, read_json, write_json
 from specbench.system.paths import packaged
 from specbench.system.secrets import without_secret_value, without_secrets
 from specbench.system.settings import NO_PARAMETERS, flat
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
 
 PACKAGES = {
     *("torch", "transformers", "tokenizers", "accelerate", "safetensors"),

@@ -13,7 +13,9 @@ import json
 import math
 import os
 import time
+from collections.abc import Callable
 from functools import cache, partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specbench.measure.machine import bandwidth
@@ -24,9 +26,6 @@ from specbench.system.paths import cache_folder
 from specbench.system.processes import own_cores
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
     import torch
 
 _warn = cache(warn)  # once in a process

@@ -11,16 +11,13 @@ import os
 import re
 import resource
 import time
+from collections.abc import Collection, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import psutil
 
 from specbench.system.processes import PROC, SYSTEM, cpu_quota, groups_around, own_cores
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
-    from pathlib import Path
 
 Counters = dict[str, float]  # by name; what this system does not count is missing
 

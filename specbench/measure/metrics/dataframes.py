@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 import pandas as pd
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 # The columns of decoding.trace.Step; seconds and bytes as there. (Not imported: that would load torch.)
 STEP_COLUMNS = {

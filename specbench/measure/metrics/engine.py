@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from specbench.config.spec import AGAIN, BASELINE, METHOD, OWN_LOOP
@@ -11,8 +12,6 @@ from specbench.measure.metrics.acceptance import ratio
 from specbench.measure.metrics.metrics import equivalence, speedups
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     import pandas as pd
 
 SURPRISE = 4.0  # standard errors: by chance beyond them once in 16,000 times

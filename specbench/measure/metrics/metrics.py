@@ -5,6 +5,7 @@ A metric reads what was measured and is pure. One that could not be measured is 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import median
@@ -41,8 +42,6 @@ from specbench.measure.metrics.timing import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
     import pandas as pd
 
     from specbench.decoding.drafter import Drafter

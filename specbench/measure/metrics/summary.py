@@ -8,6 +8,7 @@ repeats first, so that the jackknife of an interval drops questions.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import pandas as pd
@@ -48,8 +49,6 @@ from specbench.measure.metrics.timing import (
 from specbench.system.settings import CONSTANT
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from specbench.measure.metrics.statistics import Run
 
 SCHEMA = 4

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import pandas as pd
 
 from specbench.config.spec import BASELINE, HF, METHOD, POOL, QUESTION, SINGLE
 from specbench.measure.metrics.dataframes import GENERATION_COLUMNS
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 ARMS = {"engine": BASELINE, "hf_generate": HF}  # what a speedup can be quoted against: its arm
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from specbench.config.spec import POOL, QUESTION
 from specbench.measure.metrics import summary as metrics
 from specbench.system.settings import CONSTANT, TOKEN
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
 
 # Numbers of single methods that had columns of their own, before `stats` held them.
 COLUMNS = (

@@ -14,10 +14,10 @@ import re
 import shutil
 import time
 import uuid
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import yaml
 
@@ -35,9 +35,6 @@ from specbench.system.files import (
     write_json,
 )
 from specbench.system.settings import plain
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
 
 CONFIG, CODE, FACTS, PROVENANCE = "config.yaml", "code.json", "facts.json", "provenance.json"
 RECORDS, SUMMARY, STEPS = "records.jsonl", "summary.json", "steps.parquet"

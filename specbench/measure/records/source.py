@@ -5,14 +5,12 @@ from __future__ import annotations
 import ast
 import hashlib
 import importlib.util
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from specbench import METHODS, ROOT
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
 
 # Code that may change while a run is interrupted: folders, and files that make what is measured or choose its settings.
 NOT_MEASURING = ("specbench/report", "specbench/tiny")
