@@ -27,6 +27,7 @@ from specbench.commands.sweep import (
     open_sweep,
     print_failures,
     runs_root,
+    threads_of_first,
 )
 from specbench.config.checks import check
 from specbench.config.compose import with_hydra
@@ -67,6 +68,8 @@ def run(jobs: list[Job], executor: Executor, logs: Path, changed: Callable[[], N
             if job.state != WAITING:
                 continue
             with report_user_error(job):
+                if job.cfg.threads is None:
+                    job.cfg.threads = threads_of_first(job, jobs)
                 job.run_dir = store.find_or_create(job.cfg, by_folder)
                 job.state = RUNNING
                 if store.is_complete(job.run_dir):  # possible only with `run_dir`

@@ -26,6 +26,7 @@ SWEEPS, SWEEP = "sweeps", "sweep.json"
 WAITING, RUNNING, OK, FAILED, LEFT_OUT = "waiting", "running", "ok", "failed", "left out"
 ENDED_WELL = (OK, LEFT_OUT)
 WHETHER = ("rerun", "leave_out")  # settings that say what to do again, not what to measure
+THREADS_FOR = ("pair", "engine", "batch_size")  # what the number of threads depends on
 
 # Measures run folders on this machine or another, each in its own process. Accepts the folders, which are created on
 # iteration, and a folder for logs; yields each finished run folder with its exit code and, if the folder does not
@@ -74,6 +75,7 @@ class Sweep:
                         "run_dir": _relative(job.run_dir, runs),
                         "code": job.code,
                         "reason": job.reason,
+                        "threads": job.cfg.get("threads"),
                     }
                     for job in self.jobs
                 ],
@@ -86,6 +88,8 @@ class Sweep:
             job.state = saved["state"]
             if saved["run_dir"] is not None:
                 job.run_dir = self.folder.parents[1] / saved["run_dir"]
+            if saved.get("threads") is not None:
+                job.cfg.threads = saved["threads"]
 
 
 @contextmanager
@@ -110,6 +114,23 @@ def open_sweep(jobs: list[Job]) -> Iterator[Sweep]:
             sweep.load()
         sweep.save()
         yield sweep
+
+
+def threads_of_first(job: Job, jobs: Iterable[Job]) -> int | None:
+    """The threads that the first measured job on the same models chose, with which runs can be compared; None: none."""
+    for other in jobs:
+        is_measured = other.run_dir is not None and store.is_complete(other.run_dir)
+        if is_measured and all(other.cfg[key] == job.cfg[key] for key in THREADS_FOR):
+            return chosen_threads(other.run_dir)
+    return None
+
+
+def chosen_threads(run_dir: Path) -> int | None:
+    """The number of threads that a run was measured with; None on a GPU."""
+    from specbench.report.runs import read_run  # late: pandas takes a second
+
+    summary = read_run(run_dir).summary
+    return summary["threads"] if summary["device"] == "cpu" else None
 
 
 def runs_root(cfg: DictConfig) -> Path:

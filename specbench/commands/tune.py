@@ -24,7 +24,7 @@ from rich.text import Text
 
 from specbench import THREAD_VARIABLES
 from specbench.commands.run import run, run_locally
-from specbench.commands.sweep import Job
+from specbench.commands.sweep import Job, chosen_threads
 from specbench.config.checks import check
 from specbench.config.compose import program
 from specbench.config.overrides import check_no_run_dir
@@ -64,7 +64,7 @@ def tune(cfg: DictConfig) -> int:
             seed = (cfg.seed + len(study.trials)) % 2**32  # NumPy accepts no more bits
             study.sampler = optuna.samplers.TPESampler(seed=seed)
             trial = study.ask(space)
-            chosen = [*as_overrides(trial.params), *threads_of_first(base, study, folder)]
+            chosen = [*as_overrides(trial.params), *threads_of_trials(base, study, folder)]
             job = Job(chosen, trial_config([*overrides, *chosen]))
             job.cfg.runs_root = str(folder)
             print(f"trial {number + 1} of {cfg.trials}: {' '.join(job.overrides)}", flush=True)
@@ -73,7 +73,7 @@ def tune(cfg: DictConfig) -> int:
             trial.set_user_attr(RUN, job.run_dir and job.run_dir.name)
             trial.set_user_attr(REASON, reason)
             study.tell(trial, speedup, optuna.trial.TrialState.FAIL if speedup is None else None)
-        measured = [o for o in overrides if not is_own(o)] + threads_of_first(base, study, folder)
+        measured = [o for o in overrides if not is_own(o)] + threads_of_trials(base, study, folder)
         if not any(o.startswith("settings=") for o in measured):
             measured.append(f"settings={cfg.settings}")  # a plain run would use the tuned ones
         failed = report(study, folder, measured, began_with.keys() == space.keys())
@@ -103,15 +103,13 @@ def as_overrides(params: dict) -> list[str]:
     return [f"{key}={'null' if value is None else value}" for key, value in shown.items()]
 
 
-def threads_of_first(base: DictConfig, study: Any, folder: Path) -> list[str]:
+def threads_of_trials(base: DictConfig, study: Any, folder: Path) -> list[str]:
     """The override that sets all trials on a CPU to the threads that the first one chose; [] if none applies."""
     runs = [trial.user_attrs[RUN] for trial in study.trials if trial.value is not None]
     if base.threads is not None or not runs:
         return []
-    from specbench.report.runs import read_run  # late: pandas takes a second
-
-    first = read_run(folder / runs[0]).summary
-    return [f"threads={first['threads']}"] if first["device"] == "cpu" and first.get("threads") else []
+    threads = chosen_threads(folder / runs[0])
+    return [] if threads is None else [f"threads={threads}"]
 
 
 def score(job: Job) -> tuple[float | None, str | None]:

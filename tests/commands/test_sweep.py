@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from specbench.commands import run as bench
 from specbench.commands import sweep as sweeps
-from specbench.commands.sweep import FAILED, LEFT_OUT, OK, RUNNING, WAITING, Job, open_sweep
+from specbench.commands.sweep import FAILED, LEFT_OUT, OK, RUNNING, WAITING, Job, open_sweep, threads_of_first
 from specbench.measure.records import run_folder as store
 from specbench.system.errors import UserError
 from tests.support.commands import (
@@ -24,6 +24,7 @@ from tests.support.commands import (
 from tests.support.folders import hurried  # noqa: F401 - a fixture
 from tests.support.messages import says
 from tests.support.models import save_pair
+from tests.support.samples import SUMMARY, write_run
 
 pytestmark = pytest.mark.usefixtures("hurried")
 
@@ -58,6 +59,8 @@ def test_a_killed_sweep_goes_on_and_names_what_fails(monkeypatch, capfd, tmp_pat
     measure_here(monkeypatch)
     code, out, err = run_main(monkeypatch, capfd, *command)
     assert code == 2, err
+    threads = [store.read_config(run_dir)["threads"] for run_dir in (first, second)]
+    assert threads == [None, sweeps.chosen_threads(first)]
     assert runs(tmp_path) == [first, second], "what was refused leaves no folder"
     assert states(tmp_path) == [OK, OK, FAILED]
     assert f": runs/{first.name}\n" in out and "all runs" in out
@@ -150,6 +153,32 @@ def test_other_jobs_or_other_code_are_another_sweep(jobs, monkeypatch):
     folders = {swept(jobs("ar", "pld")), swept(jobs("pld", "ar")), swept(jobs("ar"))}
     monkeypatch.setattr(sweeps, "source_sha256", lambda: "other")
     assert len(folders | {swept(jobs("ar"))}) == 4
+
+
+def test_jobs_take_the_threads_of_the_first_on_the_same_models(tmp_path):
+    """So that a report can compare them."""
+
+    def job(name: str, device: str | None = None, pair: str = "tiny", batch_size: int = 1) -> Job:
+        folder = tmp_path / name
+        if device is not None:
+            write_run(tmp_path, name, SUMMARY | {"device": device, "threads": 3})
+        cfg = {"pair": {"name": pair}, "engine": None, "batch_size": batch_size}
+        return Job([], OmegaConf.create(cfg), run_dir=folder)
+
+    one, waiting = job("one", "cpu"), job("waiting")
+    assert threads_of_first(waiting, [job("killed"), one, waiting]) == 3
+    assert threads_of_first(waiting, [job("gpu", "cuda:0"), waiting]) is None
+    assert threads_of_first(job("other", pair="other"), [one]) is None
+    assert threads_of_first(job("batches", batch_size=8), [one]) is None
+
+
+def test_a_sweep_that_goes_on_keeps_the_threads_of_its_jobs(jobs):
+    begun = jobs("ar")
+    begun[0].cfg.threads = 3
+    swept(begun)
+    again = jobs("ar")
+    with open_sweep(again):
+        assert again[0].cfg.threads == 3
 
 
 def test_one_process_at_a_time(jobs):

@@ -231,7 +231,7 @@ FAULTS = (
         "trials of a study have different threads",
         "measuring",
         "specbench/commands/tune.py",
-        "chosen = [*as_overrides(trial.params), *threads_of_first(base, study, folder)]",
+        "chosen = [*as_overrides(trial.params), *threads_of_trials(base, study, folder)]",
         "chosen = as_overrides(trial.params)",
         ("tests/commands/test_tune.py",),
     ),
