@@ -138,10 +138,11 @@ class Lookahead(Drafter):
     def draft(self, batch: Batch) -> Draft:
         """Drafts a tree of the guesses, and the window, which is never accepted."""
         tokens, parents, candidates, ends = [], [], [], []
+        room = self._room_for_guesses(batch.max_nodes)
         for slot, (sequence, limit) in enumerate(zip(batch.sequences, batch.limits)):
             search = self._searches[slot]
             guesses = search.pool.guesses(sequence.tokens[-1])
-            nodes, above = merged(guesses, limit, batch.max_nodes)
+            nodes, above = merged(guesses, limit, room)
             candidates.append(len(nodes))
             # If a token budget has no room for all columns, the first ones advance.
             fitting = (batch.max_nodes - len(nodes) + 1) // (self.ngram - 1)
@@ -157,6 +158,15 @@ class Lookahead(Drafter):
         draft.report = lambda logits: argmax_token(logits[slots, padded])
         draft.stats = {"looked_at": [len(nodes) - n for nodes, n in zip(tokens, candidates)]}
         return draft
+
+    def _room_for_guesses(self, nodes: int) -> int:
+        """The nodes of a draft that guesses may take: if a token budget cuts the draft, the window keeps its share.
+
+        A window without a column would leave the pool empty, so one is kept wherever there is room for it.
+        """
+        columns = max(1, self.window * (nodes + 1) // (self.max_nodes + 1))
+        room = nodes + 1 - columns * (self.ngram - 1)
+        return room if room >= 0 else nodes
 
     def commit(self, batch: Batch, verified: Verified) -> None:
         """Moves the window by one token, however many were accepted."""

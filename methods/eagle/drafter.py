@@ -80,6 +80,8 @@ class Eagle(EagleDrafter):
 class DynamicEagle(EagleDrafter):
     """Base of EAGLE-2 and EAGLE-3: a tree that grows where the drafter is confident.
 
+    In a batch every tree has the levels of the sequence with most room: in another's, deeper nodes are wasted.
+
     Args:
         pair: as in `EagleDrafter`.
         model: likewise.

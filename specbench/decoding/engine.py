@@ -419,7 +419,8 @@ class Engine:
         one.ended = True
         self._are_nan.append(logits.isnan().any())
         read = self.drafter.end(slot)
-        if read and (last := one.steps[-1]).draft_bytes is not None:  # unknown bytes stay unknown
+        last = one.steps[-1] if one.steps else None
+        if read and last is not None and last.draft_bytes is not None:  # unknown bytes stay unknown
             last.draft_bytes += int(read)
 
     @torch.inference_mode()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from specbench.config.spec import METHOD, POOL, QUESTION
+from specbench.decoding.cpu.compiled_layers import CompiledLayer
 from specbench.decoding.model.graphs import GraphRunner
 from specbench.decoding.trace import Clock
 from specbench.measure.interleave import Interleaver
@@ -43,6 +44,11 @@ class Measurement:
     answers: dict[str, list[Generation]]
     attempts: list[Attempt]
     machine: dict[str, Any]
+
+
+def preparations() -> int:
+    """Number of passes so far that captured a graph or compiled a layer, as only the first of each shape do."""
+    return GraphRunner.captures_of_all + CompiledLayer.firsts_of_all
 
 
 class Conductor:
@@ -128,11 +134,11 @@ class Conductor:
             if counts_memory:
                 hardware.reset_peak_memory(device)
             self.settle()
-            before, captured = self.watch.read(), GraphRunner.captures_of_all
+            before, prepared = self.watch.read(), preparations()
             yield
             counted = between(before, self.watch.read())
-            # A capture is no part of an answer: the next attempt replays it.
-            degree = CAPTURED if GraphRunner.captures_of_all > captured else self.watch.disturbance(counted)
+            # They are no part of an answer: the next attempt has them.
+            degree = CAPTURED if preparations() > prepared else self.watch.disturbance(counted)
             slices[name].append(Slice(turns.tokens[number], counted, degree))
             if counts_memory:
                 peak = hardware.peak_memory(device)

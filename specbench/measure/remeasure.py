@@ -13,7 +13,7 @@ from specbench.measure.machine.watch import Counters, added
 if TYPE_CHECKING:
     from specbench.decoding.trace import Generation
 
-CAPTURED = math.inf  # the degree of a slice in which a pass was captured
+CAPTURED = math.inf  # the degree of a slice in which a pass was captured or compiled
 STRETCH = 16  # tokens of an answer that are replaced together, in all arms
 
 

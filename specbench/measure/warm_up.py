@@ -45,12 +45,16 @@ def warm_up(setup: Setup, protocol: Protocol, questions: Sequence[Question] = ()
         longest = Request(prompt, protocol.capped(prompt))
         for engine in setup.engines:
             engine.reserve([longest] * setup.slots)
+    size = setup.spec.batch_size
+    if size > 1 and len(ends[0].prompt) == len(
+        ends[-1].prompt
+    ):  # layers are compiled for unequal lengths, too
+        ends[-1] = replace(ends[-1], prompt=[*ends[-1].prompt, ends[-1].prompt[-1]])
     setup.set_reference_answers(ends)
-    batch = filled(ends, setup.spec.batch_size)
+    batch = filled(ends, size)
     for name in setup.arms:
         setup.answers(name, ends if name == SINGLE else batch)
-    if captured and setup.spec.batch_size > 1:  # each number of sequences has a graph
-        size = setup.spec.batch_size
+    if size > 1:  # each number of sequences has a graph, and a single one has compiled layers of its own
         for name, most in ((BASELINE, 1), (METHOD, 1 + setup.drafter.max_draft_tokens)):
             setup.answers(name, ending_one_by_one(batch[-size:], most))
     if setup.slots > len(batch):  # allocates the buffers of all waiting sequences

@@ -22,7 +22,8 @@ RANDOM = "random weights: times and sizes are real, acceptance is not"
 EXPANDED = "text and acceptance are those of the embedded family, times and sizes those of the dimensions"
 DISTURBED = "other processes were busy for {} of the measured time"
 CAPTURED = (
-    "passes were captured as graphs in {} of the measured time: raise remeasure, or set pair.graphs=false"
+    "passes were captured as graphs, or layers compiled, in {} of the measured time: raise remeasure, or set "
+    "pair.graphs=false"
 )
 STILL_DISTURBED = "still_disturbed_share"  # of the numbers of the machine
 WORST_DISTURBED = 0.1  # of the measured time, above which a run warns of it first

@@ -180,6 +180,9 @@ def test_batches_are_warmed_up_with_all_that_a_scheduler_holds_and_become_smalle
 
     def arm(name: str, requests: list[Request]) -> Rounds:
         asked.append((name, [request.decoding.max_new_tokens for request in requests]))
+        assert len({len(request.prompt) for request in requests}) == 2, (
+            "layers are compiled for unequal lengths"
+        )
         yield len(requests)
 
     pair = SimpleNamespace(context_length=512, prompt_ids=lambda messages: PROMPT)
@@ -192,7 +195,7 @@ def test_batches_are_warmed_up_with_all_that_a_scheduler_holds_and_become_smalle
     for passes, cap in ((None, warm_up.TOKENS), (PretendedRunner(), 40)):
         target, spec = SimpleNamespace(runner=passes), RunSpec({}, None, 4)
         warm_up.warm_up(Setup(pair, target, drafter, arms, spec, slots=6), protocol)
-        shrinking = [(BASELINE, [1, 2, 3, 4]), (METHOD, [5, 10, 15, 20])] if passes else []
+        shrinking = [(BASELINE, [1, 2, 3, 4]), (METHOD, [5, 10, 15, 20] if passes else [4, 8, 12, 16])]
         whole = [(BASELINE, [cap] * 4), (METHOD, [cap] * 4), (SINGLE, [cap] * 2)]
         assert asked == [*whole, *shrinking, (METHOD, [cap] * 6)]
         asked.clear()

@@ -1,6 +1,7 @@
 """Goes at the same answers that are joined: every stretch from the go that was disturbed least, for all arms alike."""
 
 import itertools
+import math
 import time
 from contextlib import closing
 from types import SimpleNamespace
@@ -12,7 +13,9 @@ from hypothesis import strategies as st
 
 from methods.pld import PromptLookup
 from specbench.config.spec import METHOD, POOL, QUESTION, RunSpec
-from specbench.decoding.engine import Engine
+from specbench.decoding.cpu.compiled_layers import CompiledLayer
+from specbench.decoding.drafter import Drafter
+from specbench.decoding.engine import Engine, Rounds
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import Request
 from specbench.decoding.trace import Generation, Step
@@ -202,6 +205,22 @@ def test_answers_that_capture_a_pass_are_measured_again_and_the_machine_is_not_h
     assert sum(graphs.captures for graphs in made) > 1
     assert first["attempts"] == 2 and second["attempts"] == 1
     assert first["disturbed_share"] == 0, "others are not to blame"
+
+
+def test_a_slice_in_which_a_layer_is_compiled_is_measured_again(monkeypatch):
+    """The first pass of a shape runs both ways, and traces the layer."""
+    pair = random_pair("llama")
+    engine = Engine(pair.staged, Drafter(), frozenset())
+
+    def rounds(requests: list[Request]) -> Rounds:
+        CompiledLayer.firsts_of_all += firsts.pop(0) if firsts else 0
+        return (yield from engine.rounds(requests))
+
+    firsts = [1]
+    conductor_ = Conductor(Setup(pair, pair.staged, Drafter(), {METHOD: rounds}, RunSpec({})), math.inf, 2)
+    monkeypatch.setattr(Watch, "disturbance", lambda *_: 0.0)
+    facts = conductor_.measure({METHOD: [Request([3, 9, 27, 11], SamplingParams(12))]}).machine
+    assert facts["attempts"] == 2 and facts["disturbed_share"] == 0
 
 
 def test_an_attempt_that_captured_a_pass_is_not_the_one_that_counts():

@@ -267,6 +267,13 @@ def test_a_budget_of_tokens_cuts_the_window(tokens):
     assert max(looked_at) <= tokens - 1 and any(looked_at) == (tokens > 2)
 
 
+@pytest.mark.parametrize(("nodes", "room"), [(43, 20), (21, 10), (3, 0), (2, 2)])
+def test_guesses_leave_the_window_its_share_of_a_budget(nodes, room):
+    """Six columns of four tokens beside five guesses of four, the pending token among the former."""
+    drafter = Lookahead(random_pair("llama"), window=6, ngram=5, guesses=5)
+    assert drafter.max_nodes == 43 and drafter._room_for_guesses(nodes) == room
+
+
 @pytest.mark.slow
 def test_sampled_text_of_a_batch_is_that_of_autoregressive_decoding():
     pair = random_pair("llama")

@@ -106,10 +106,15 @@ class CompiledLayer(torch.nn.Module):
     The first pass of each shape is run both ways. A layer that cannot be compiled, or whose compiled states differ,
     runs uncompiled, and a warning gives the reason.
 
+    Attributes:
+        firsts_of_all: number of passes of all layers of this process that were the first of their shape.
+
     Args:
         layer: as `lean_copy` makes it.
         cache_name: its name of the cache argument.
     """
+
+    firsts_of_all = 0
 
     def __init__(self, layer: torch.nn.Module, cache_name: str):
         super().__init__()
@@ -169,6 +174,7 @@ class CompiledLayer(torch.nn.Module):
 
     def _first(self, key: Key, states: Tensors, arguments: dict[str, Any]) -> torch.Tensor:
         """Runs the first pass both ways, if the layer can be compiled."""
+        CompiledLayer.firsts_of_all += 1
         expected = self.layer(*states, **arguments)
         self._compiled[key] = None
         try:
