@@ -36,16 +36,16 @@ SUMMARY = dict.fromkeys(
     (
         *("failed", "method", "drafter", "pair", "data", "task", "temperature", "batch_size", "protocol"),
         *("dtype", "device", "weights", "peak_memory_bytes", "unit"),
-        *("max_new_tokens", "limit", "seed", "processor"),
+        *("max_new_tokens", "limit", "seed", "processor", "machine"),
     )
 ) | {"settings": {}, "overall": NUMBERS, "tasks": {}, "equivalence": COUNTS, "baseline": BASELINE}
 # What a summary is made of beside the records.
-FACTS = dict.fromkeys((*metrics.OF_FACTS, "bandwidth_bytes_per_second"))
+FACTS = dict.fromkeys((*metrics.OF_FACTS, "unit", "bandwidth_bytes_per_second"))
 CONFIG = dict.fromkeys(("batch_size", "experiment", "protocol", "seed")) | {
     **{group: {"name": None} for group in ("method", "pair", "data", "task")},
     "decoding": dict.fromkeys(("temperature", "max_new_tokens")),
 }
-RECORD = dict.fromkeys(("question_id", "task", "category", "pool", "error", "turns"))
+RECORD = dict.fromkeys(("question_id", "task", "category", "pool", "repeat", "process", "error", "turns"))
 TURN = dict.fromkeys(("turn", "prompt_sha256", "arms", "equivalence"))
 GENERATION = dict.fromkeys(("tokens", "prefill_seconds", "seconds", "steps"))
 PROVENANCE = dict.fromkeys(
@@ -190,10 +190,12 @@ def _summary(folder: Path) -> dict:
         raise UserError(f"damaged: {path.name} is no summary")
     if summary["schema"] != metrics.SCHEMA:
         raise UserError(f"{path.name} has schema {summary['schema']}; this version reads {metrics.SCHEMA}")
+    if "overall" in summary and "records" not in summary:
+        raise UserError(f"{path.name} was made by specbench 0.2: measure it again")
     tasks = summary.get("tasks")
     shape = SUMMARY | ({"tasks": dict.fromkeys(tasks, NUMBERS)} if isinstance(tasks, dict) else {})
     lacking, written = list(_lacking(summary, shape)), _lines(folder / store.RECORDS)
-    measured = summary["records"]
+    measured = summary.get("records")
     if lacking:  # written before a number was added: it is made of the records, unless they are lacking, too
         with suppress(UserError):
             if measured == written:

@@ -17,7 +17,6 @@ from specbench.measure.metrics import summary as metrics
 from specbench.measure.metrics.acceptance import STRETCHES, mbsu, rounds_over
 from specbench.measure.metrics.dataframes import STEP_COLUMNS, generations_frame, steps_frame
 from specbench.measure.metrics.metrics import ceiling_rate
-from specbench.measure.records.migrate import migrated
 from tests.support.samples import summarised
 from tests.support.synthetic import (
     CONFIG,
@@ -27,6 +26,7 @@ from tests.support.synthetic import (
     VIOLATION,
     answered,
     batched_run,
+    by_repeat,
     generation,
     overall,
     questions,
@@ -116,7 +116,7 @@ def test_questions_by_hand():
     plain = [generation([0] * 9, seconds=4.0, drafted=0)] * 2
     two = [turn(i, baseline=plain, method=method) for i in range(2)]
     ties = [turn(0, TIE, baseline=plain, method=method), turn(1, VIOLATION, baseline=plain, method=method)]
-    records = migrated([record(7, "rag", turns=two), record(3, error="no room"), record(5, turns=ties)])
+    records = by_repeat([record(7, "rag", turns=two), record(3, error="no room"), record(5, turns=ties)])
     found = metrics.by_question(records, "baseline", "question")
     assert list(found["question_id"]) == [3, 5, 7] and list(found["task"]) == ["qa", "qa", "rag"]
     assert list(found["verdict"]) == [None, "violation", "exact"]
@@ -223,7 +223,7 @@ def test_repeats_are_averaged_per_question_and_totalled_in_sums():
 
     first = record(1, turns=[turn(baseline=repeats(4.0, 2.0), method=repeats(1.0, 2.0))])
     second = record(2, turns=[turn(baseline=repeats(6.0), method=repeats(3.0, 3.0))])
-    found = overall(migrated([first, second]))
+    found = overall(by_repeat([first, second]))
     assert found["speedup"] == pytest.approx((3.0 + 6.0) / (1.5 + 3.0))
     assert (found["questions"], found["tokens"], found["seconds"]) == (2, 20, 9.0)
 

@@ -70,7 +70,7 @@ def test_parts_of_batches_are_runs_of_pools():
 
 
 def test_autoregressive_decoding_that_was_timed_once_gives_no_interval():
-    """Folders of earlier versions: its noise is in no repeat, so only the first one of a pool counts."""
+    """Its noise is in no repeat, so only the first one of a pool counts."""
     records = batched_run([[(2.0, 1.0), (8.0, 2.0), (3.0, 1.5)]])
     for one in records[1:]:
         del one["turns"][0]["arms"]["single"]

@@ -1,40 +1,10 @@
 """The numbers of runs whose questions were measured in several passes, also by several processes."""
 
-import pandas as pd
 import pytest
 
 from specbench.measure.metrics import summary as metrics
-from specbench.measure.metrics.dataframes import generations_frame, steps_frame
 from specbench.measure.metrics.statistics import over_passes
-from specbench.measure.records.migrate import migrated
-from tests.support.synthetic import CONFIG, FACTS, TIE, VIOLATION, overall, passes, record, turn
-
-
-def test_records_of_passes_are_those_of_older_folders_taken_apart():
-    """A folder of an older version holds all repeats of a question in one record."""
-    apart = passes(3)
-    together = [
-        record(
-            i,
-            turns=[
-                turn(
-                    **{
-                        arm: [r["turns"][0]["arms"][arm][0] for r in apart[i::7]]
-                        for arm in ("baseline", "method")
-                    }
-                )
-            ],
-        )
-        for i in range(7)
-    ]
-    for table in (generations_frame, steps_frame):
-        one, other = (
-            table(records).sort_values(["question_id", "repeat", "arm"], kind="stable", ignore_index=True)
-            for records in (apart, migrated(together))
-        )
-        columns = [name for name in one.columns if name != "pool"]
-        pd.testing.assert_frame_equal(one[columns], other[columns])
-    assert overall(apart) == overall(migrated(together))
+from tests.support.synthetic import CONFIG, FACTS, TIE, VIOLATION, overall, passes
 
 
 def test_the_interval_over_passes_by_hand():

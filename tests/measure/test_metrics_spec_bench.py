@@ -10,9 +10,8 @@ import pytest
 
 from specbench.data.question_files import TASKS
 from specbench.measure.records import run_folder as store
-from specbench.measure.records.migrate import migrated
 from specbench.system.files import read_json, write_json
-from tests.support.synthetic import CONFIG, FACTS, TIE, generation, record, turn
+from tests.support.synthetic import CONFIG, FACTS, TIE, by_repeat, generation, record, turn
 
 
 def spec_bench(folder, tasks: dict) -> dict[str, tuple[float, float]]:
@@ -88,7 +87,7 @@ def spec_bench_records(repeats: int) -> list[dict]:
         for i in range(4)
     ]
     records[6] = record(records[6]["question_id"], "mt_bench", "coding", error="no memory")
-    return migrated(random.Random(0).sample(records, len(records)))
+    return by_repeat(random.Random(0).sample(records, len(records)))
 
 
 @pytest.mark.first_fast

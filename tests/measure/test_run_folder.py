@@ -20,13 +20,12 @@ from specbench.measure.metrics import summary as metrics
 from specbench.measure.metrics.dataframes import PLACE_COLUMNS, STEP_COLUMNS
 from specbench.measure.records import run_folder as store
 from specbench.measure.records import source
-from specbench.measure.records.migrate import migrated
 from specbench.measure.records.source import MAKING, measuring_files, method_sha256, source_sha256
 from specbench.system.errors import UserError
 from specbench.system.files import read_json, write_atomic, write_json
 from tests.support.folders import hurried  # noqa: F401 - a fixture
 from tests.support.messages import says
-from tests.support.synthetic import CONFIG, FACTS, answered, full_disk, generation, record, turn
+from tests.support.synthetic import CONFIG, FACTS, answered, by_repeat, full_disk, generation, record, turn
 from tests.test_imports import imported
 
 pytestmark = pytest.mark.usefixtures("hurried")
@@ -427,7 +426,7 @@ def ended(tmp_path_factory) -> Path:
         record(3, error="out of memory"),
         record(1, "mt_bench", "writing", [turn(i, baseline=repeats, method=repeats) for i in range(2)]),
     ]
-    append(run_dir, *migrated(records))
+    append(run_dir, *by_repeat(records))
     store.finalise(run_dir)
     return run_dir
 

@@ -8,7 +8,6 @@ from methods.mirror_sd import MirrorSD
 from methods.s2d import SortedDraft
 from methods.swift import Swift
 from specbench.measure.metrics.dataframes import steps_frame
-from specbench.measure.records.migrate import STATS, migrated
 from tests.support.synthetic import columns, generation, record, turn
 
 OWN = (
@@ -24,15 +23,14 @@ OWN = (*OWN, "ipc_seconds")
 
 def frame(rounds: list[dict]):
     method = generation([r["accepted"] for r in rounds]) | {"steps": columns(rounds)}
-    return steps_frame(migrated([record(turns=[turn(method=method)])]))
+    return steps_frame([record(turns=[turn(method=method)])])
 
 
-def found_overlap(rounds: list[dict], older: bool = False) -> dict | None:
-    """Of rounds that say at once what is in `stats`; `older`: under the names of earlier versions."""
-    name = {new: old for old, new in STATS.items()} if older else {}
+def found_overlap(rounds: list[dict]) -> dict | None:
+    """Of rounds that say at once what is in `stats`."""
     nested = [
         {k: v for k, v in r.items() if k not in OWN}
-        | {"stats": {name.get(k, k): v for k, v in r.items() if k in OWN} or None}
+        | {"stats": {k: v for k, v in r.items() if k in OWN} or None}
         for r in rounds
     ]
     return MirrorSD.summarise(frame(nested))["overlap"]
@@ -65,23 +63,6 @@ def test_the_last_of_a_search_is_the_one_after_the_most_sets():
     assert Swift.summarise(frame(rounds[2:3])) == {"matchness": None, "sets_scored": None}
 
 
-def test_columns_of_older_journals_are_read():
-    """They had a column for each number of a method."""
-    rounds = [{"accepted": 1}, {"accepted": 0}]
-    steps = columns(rounds) | {
-        "exits": [[2, 6], []],
-        "grouped": [True, None],
-        "hit": [None, None],
-        "idle_seconds": [0.1, None],
-    }
-    del steps["stats"]
-    frame = steps_frame(migrated([record(turns=[turn(method=generation() | {"steps": steps})])]))
-    assert frame["stats"].tolist() == [
-        {"exits": [2, 6], "grouped": True, "hit": None, "idle_seconds": 0.1},
-        None,
-    ]
-
-
 def test_overlap_by_hand():
     """Three rounds: the first draft is nobody's guess, the second was guessed, the third was not."""
     common = {"exit_seconds": 0.004, "verify_seconds": 0.010, "other_seconds": 0.001, "idle_seconds": 0.002}
@@ -102,7 +83,6 @@ def test_overlap_by_hand():
     rounds = [common | r for r in rounds]
     last = {"accepted": 0}  # the last place belongs to the target alone
     found = found_overlap([*rounds, last])
-    assert found == found_overlap([*rounds, last], older=True)
     assert found["miss_rate"] == 0.5
     assert found["miss_rate_by_accepted"] == {"2": 0.0, "4": 1.0}
     assert found["hidden_share"] == pytest.approx(1 - 0.002 / 0.003)  # waited a round / a serial draft

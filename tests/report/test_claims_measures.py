@@ -26,7 +26,7 @@ from tests.support.samples import (
     runs_of,
     wrong,
 )
-from tests.support.synthetic import answered, generation, record, slowed, turn
+from tests.support.synthetic import answered, by_repeat, generation, record, slowed, turn
 
 
 def test_the_speedup_of_the_last_run_that_matches():
@@ -298,7 +298,9 @@ def pools(seconds: list[float], single: float) -> list[dict]:
     method = [generation([3] * 5, s, 0.01) for s in seconds]
     plain = [generation([0] * 20, 2 * s, 0.01, drafted=0) for s in seconds]
     one = [generation([0] * 20, single, 0.01, drafted=0) for _ in seconds]
-    return [record(i, pool=0, turns=[turn(baseline=plain, method=method, single=one)]) for i in range(4)]
+    return by_repeat(
+        record(i, pool=0, turns=[turn(baseline=plain, method=method, single=one)]) for i in range(4)
+    )
 
 
 def test_throughput_of_batches(tmp_path):

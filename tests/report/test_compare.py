@@ -4,13 +4,12 @@ import random
 import numpy as np
 import pytest
 
-from specbench.measure.records.migrate import migrated
 from specbench.report import compare, formats
 from specbench.report.runs import row_names
 from tests.report.test_formats import texts
 from tests.support.messages import says
 from tests.support.samples import PROVENANCE, SUMMARY, batched, changed, run_of
-from tests.support.synthetic import generation, record, turn
+from tests.support.synthetic import by_repeat, generation, record, turn
 
 QUESTIONS = range(40)
 TOKENS = 21
@@ -215,7 +214,7 @@ def batch(
         for pool in range(len(plain))
         for i in range(members)
     ]
-    return migrated(records)
+    return by_repeat(records)
 
 
 def test_a_batch_against_single_sequences_gives_no_number(run, capsys):

@@ -80,6 +80,7 @@ DAMAGED = {
         summary_text({"schema": metrics.SCHEMA}),
         "damaged ... summary.json ... failed, method, drafter",
     ),
+    "of_0_2": (summary_text(without(SUMMARY, "records")), "summary.json ... specbench 0.2: measure it again"),
     "unfinished": (None, "unfinished"),
 }
 
@@ -203,23 +204,10 @@ FROM_THE_BEGINNING = {
 def test_reports_need_not_ask_whether_an_older_summary_has_a_key():
     today = summarised([answered(1)])
     assert today.keys() - LATER.keys() == FROM_THE_BEGINNING
-    older = {key: value for key, value in today.items() if key not in LATER.keys() | {"records", "learns"}}
+    older = {key: value for key, value in today.items() if key not in LATER.keys() | {"learns"}}
     assert migrated_summary(older).keys() == today.keys()
     # Where the forms of layers were measured, "compiled" meant something else.
     assert migrated_summary(today | {"compiled": True, "layouts": {"groups": {}}})["compiled"] is None
-
-
-def test_folders_that_tell_of_batches_alone_have_a_unit(tmp_path):
-    for unit, summary, flag in (("question", SUMMARY, False), ("pool", batched(), True)):
-        found = run_of(tmp_path, unit, without(summary, "unit"))
-        assert found.unit == unit
-        assert found.summary == summary | {"records": summary["overall"]["questions"]}
-        records, facts = [answered(i) for i in range(2)], without(FACTS, "unit") | {"batched": flag}
-        today = summarised(records, FACTS | {"unit": unit})
-        run_dir = write_run(tmp_path, f"derived_{unit}", without(today, "overall", "mbsu"), records=records)
-        write_json(run_dir / store.FACTS, facts)
-        (run_dir / store.CONFIG).write_text(json.dumps(CONFIG))
-        assert read_run(run_dir).summary == today
 
 
 def test_a_metric_of_ones_own_is_one_entry(tmp_path, monkeypatch):

@@ -80,6 +80,8 @@ SUMMARY = migrated_summary(
         "likelihood": {},
         "status": "complete",
         "failed": 0,
+        "records": 160,
+        "machine": {"speed": None},
         "method": "kangaroo",
         "drafter": None,
         "unit": "question",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 from hypothesis import strategies as st
@@ -13,7 +13,7 @@ from specbench.measure.machine.speed import BANDWIDTH, OPERATIONS, PRODUCT
 from specbench.measure.metrics import summary as metrics
 from specbench.measure.metrics.dataframes import generations_frame, steps_frame
 from specbench.measure.metrics.metrics import METRICS
-from specbench.measure.records.migrate import LATER_FACTS, migrated, migrated_config
+from specbench.measure.records.migrate import LATER_FACTS, migrated_config
 
 FACTS = LATER_FACTS | {
     "target_pass_bytes": 1000,
@@ -91,7 +91,7 @@ def generation(accepted=(), seconds=None, prefill=0.1, tokens=None, drafted=5) -
 
 
 def turn(number=0, equivalence=EXACT, **arms) -> dict:
-    """One turn; each arm is a generation, or a list of repeats, which `migrated` takes apart."""
+    """One turn; each arm is a generation, or a list of repeats, which `by_repeat` takes apart."""
     return {
         "turn": number,
         "prompt_tokens": 10,
@@ -113,6 +113,20 @@ def record(question_id=1, task="qa", category=None, turns=(), error=None, pool=N
         "error": error,
         "turns": list(turns),
     }
+
+
+def by_repeat(records: Iterable[dict]) -> list[dict]:
+    """Records of one repeat each, from those whose arms hold all repeats."""
+    apart = []
+    for whole in records:
+        counts = [len(arm) for turn in whole["turns"] for arm in turn["arms"].values()]
+        for i in range(max(counts, default=1)):
+            turns = [
+                turn | {"arms": {name: [arm[i]] for name, arm in turn["arms"].items() if i < len(arm)}}
+                for turn in whole["turns"]
+            ]
+            apart.append(whole | {"repeat": i, "turns": turns})
+    return apart
 
 
 def answered(question_id=1, task="qa", accepted=(2, 3), slow=2.0, turns=1, **more) -> dict:
@@ -219,7 +233,7 @@ def batched_run(seconds: list[list[tuple[float, float]]]) -> list[dict]:
         plain = [generation([0] * 8, seconds=b, drafted=0) for b, _ in repeats]
         single = [generation([0] * 8, seconds=9.0 + i, drafted=0) for i in range(len(repeats))]
         records.append(record(pool, pool=pool, turns=[turn(baseline=plain, method=method, single=single)]))
-    return migrated(records)
+    return by_repeat(records)
 
 
 @contextmanager

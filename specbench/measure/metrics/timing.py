@@ -74,7 +74,7 @@ def unit_seconds(
 
     Returns:
         Indexed by question_id, the means of its repeats; or by (pool, repeat), each run of a pool, less those in which
-        one of the arms was not timed: older folders hold one repeat only of autoregressive decoding at batch size 1.
+        one of the arms was not timed.
     """
     if unit == QUESTION:
         return paired_seconds(turn_means(generations), reference, with_prefill)
