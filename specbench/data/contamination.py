@@ -152,9 +152,9 @@ def uncleared_lines(training: Mapping[str, Mapping], questions: str | None) -> l
     return lines
 
 
-def stages(record: Mapping) -> list[Mapping]:
+def stages(record: Mapping) -> list[dict]:
     """The stages of a training, the first one first; older records hold only the last one."""
-    return [*record.get("earlier", []), record]
+    return [*record.get("earlier", []), {name: value for name, value in record.items() if name != "earlier"}]
 
 
 def words_of(text: str) -> tuple[str, ...]:

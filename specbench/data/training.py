@@ -10,7 +10,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -19,9 +19,10 @@ import torch
 from safetensors import SafetensorError
 from tqdm import tqdm
 
+from specbench.data.contamination import stages
 from specbench.data.conversations import count_left_out
 from specbench.data.questions import questions_sha256
-from specbench.system.errors import UserError, file_errors, one_line
+from specbench.system.errors import UserError, file_errors
 from specbench.system.files import file_sha256, finite, lock_folder, make_folder, read_json, write_json
 from specbench.system.paths import packaged
 from specbench.system.settings import plain
@@ -44,7 +45,6 @@ FREE = ("out", "save_every", "save_dtype", "conversations", "states", "data", "t
 FREE_OF_PAIR = ("parts", "limit", "max_new_tokens", "graphs", "compile", "device", "device_map")
 PLAIN = ("NO", "MULTI_GPU", "MULTI_CPU")  # accelerate's names
 WARMUP = 20  # the learning rate rises over 1 / WARMUP of the steps
-WRITE_ERRORS = (OSError, SafetensorError)  # for a full or read-only disk
 
 
 def adamw(module: torch.nn.Module, cfg: DictConfig) -> list[torch.optim.Optimizer]:
@@ -109,7 +109,7 @@ def train(
         left_out = _left_out(cfg) if main else None
         figures = _steps(accelerator, module, batches, evaluate, cfg, began_with, optimizers, rate)
         if main:
-            with _write_errors(out, WRITE_ERRORS):
+            with file_errors(writing=out, others=(SafetensorError,)):
                 save(out, finite(figures))
             write_json(out / CONDITIONS, began_with | {"save_dtype": cfg.get("save_dtype")})
             record = _record(cfg, began_with, left_out, world, figures, begins, stages_of(earlier))
@@ -201,7 +201,7 @@ def _check_kind(accelerator: Accelerator) -> None:
 
 def _save_state(accelerator: Accelerator, checkpoints: Path, began_with: dict[str, Any], step: int) -> None:
     """Writes a state to resume from, in place of the previous one."""
-    with _write_errors(checkpoints, (*WRITE_ERRORS, RuntimeError)):  # the last one is torch's
+    with file_errors(writing=checkpoints, others=(SafetensorError, RuntimeError)):  # the last one is torch's
         accelerator.save_state(str(checkpoints / "state.new"))
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
@@ -245,8 +245,7 @@ def stages_of(folder: str | Path | None) -> list[dict]:
     path = None if folder is None else packaged(folder) / RECORD
     if path is None or not path.is_file():
         return []
-    record = read_json(path)
-    return [*record.pop("earlier", []), record]
+    return stages(read_json(path))
 
 
 def data_of(cfg: DictConfig) -> str:
@@ -316,15 +315,6 @@ def _use_threads(
 
     alone_on_a_cpu = accelerator.num_processes == 1 and accelerator.device.type == "cpu"
     return use_threads(requested_threads, work if alone_on_a_cpu else None)
-
-
-@contextmanager
-def _write_errors(folder: Path, kinds: tuple[type[Exception], ...]) -> Iterator[None]:
-    """Turns errors of these kinds, raised while writing to a folder, into a UserError."""
-    try:
-        yield
-    except kinds as error:
-        raise UserError(f"cannot write {folder}: {one_line(error)}") from error
 
 
 def _log(path: Path, row: dict) -> None:

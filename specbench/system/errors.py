@@ -88,18 +88,22 @@ def import_optional(package: str, extra: str) -> ModuleType:
 
 
 @contextmanager
-def file_errors(writing: Path | None = None) -> Iterator[None]:
+def file_errors(writing: Path | None = None, others: tuple[type[Exception], ...] = ()) -> Iterator[None]:
     """Turns an OSError (no such file, no permission, a full disk) into a UserError with the file's name.
 
     Args:
         writing: the file that is written in the context, for the message; None: the one that the system reports.
+        others: errors that libraries raise in place of an OSError while they write.
     """
+    kinds: tuple[type[Exception], ...] = (OSError, *others)
     try:
         yield
-    except OSError as error:
+    except kinds as error:
         if out_of_memory(error) is not None:
             raise
-        if writing is not None:
+        if not isinstance(error, OSError):
+            message = f"cannot write {writing}: {one_line(error)}"
+        elif writing is not None:
             message = f"cannot write {writing}: {error.strerror or error}"
         else:
             message = f"{error.filename}: {error.strerror}" if error.filename else one_line(error)

@@ -115,12 +115,9 @@ def made_once(path: Path, doing: str, write: Callable[[Path], None]) -> Path:
         if not path.exists():
             if partial.is_dir():  # of a process that was killed
                 shutil.rmtree(partial)
-            try:
-                with file_errors(writing=path):
-                    write(partial)
-                    partial.rename(path)
-            except SafetensorError as error:  # its own error for a full disk
-                raise UserError(f"cannot write {path}: {one_line(error)}") from error
+            with file_errors(writing=path, others=(SafetensorError,)):
+                write(partial)
+                partial.rename(path)
     return path
 
 

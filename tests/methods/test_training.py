@@ -325,7 +325,7 @@ def test_a_full_disk_is_one_line_and_leaves_the_state_before(workplace, tmp_path
         save_state(self, folder)
 
     monkeypatch.setattr(Accelerator, "save_state", full)
-    with pytest.raises(UserError, match=f"cannot write .*checkpoints: {type(error).__name__}"):
+    with pytest.raises(UserError, match=f"cannot write .*checkpoints: .*{error.args[-1]}"):
         trained(workplace, tmp_path, Weight())
     assert [path.name for path in tmp_path.glob("checkpoints/state-*")] == ["state-1"]
     monkeypatch.undo()
