@@ -6,7 +6,7 @@ from typing import Any
 
 from specbench.engines.environments import program, variables
 from specbench.engines.served import PLAIN, SPECULATIVE, ServedEngine
-from specbench.engines.server import STANDALONE, scripted, shared_cores
+from specbench.engines.server import STANDALONE, scripted
 from specbench.models.export import as_gguf
 from specbench.models.pairs import Pair
 from specbench.system.paths import existing_file
@@ -81,10 +81,6 @@ class LlamaCpp(ServedEngine):
                 **threads_of_it,
                 **(drafts.get("draft") or {}),
             }
-        cores = shared_cores(threads)
-
-        servers = {
-            arm: scripted(arm, interpreter, SCRIPT, parameters, start_seconds, cores, variables(python))
-            for arm, parameters in ((PLAIN, every), (SPECULATIVE, every | {"speculative": drafts}))
-        }
+        settings = {PLAIN: every, SPECULATIVE: every | {"speculative": drafts}}
+        servers = scripted(interpreter, SCRIPT, settings, threads, start_seconds, variables(python))
         super().__init__(pair, servers, name, answer_seconds, batch_size)

@@ -10,7 +10,7 @@ import torch
 
 from specbench.engines.environments import program, variables
 from specbench.engines.served import PLAIN, SPECULATIVE, ServedEngine
-from specbench.engines.server import STANDALONE, scripted, shared_cores
+from specbench.engines.server import STANDALONE, scripted
 from specbench.models.export import as_gguf
 from specbench.models.pairs import Pair
 from specbench.system.errors import UserError
@@ -90,11 +90,8 @@ class OpenVINO(ServedEngine):
             "generation": {},
         }
         drafts = {"draft": of_draft, LOOKUP: lookup, "generation": generation}
-        cores = shared_cores(threads)
-        servers = {
-            arm: scripted(arm, interpreter, SCRIPT, settings, start_seconds, cores, variables(python))
-            for arm, settings in ((PLAIN, every), (SPECULATIVE, every | drafts))
-        }
+        settings = {PLAIN: every, SPECULATIVE: every | drafts}
+        servers = scripted(interpreter, SCRIPT, settings, threads, start_seconds, variables(python))
         super().__init__(pair, servers, "openai", answer_seconds, batch_size)
 
     @classmethod

@@ -11,9 +11,10 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -153,24 +154,26 @@ def own_environment() -> dict[str, str]:
 
 
 def scripted(
-    arm: str,
     program: Path,
     script: Path,
-    settings: dict[str, Any],
+    settings: Mapping[str, dict[str, Any]],
+    threads: int,
     seconds: float,
-    cores: Collection[int],
     environment: dict[str, str],
-) -> Server:
-    """A server run by a script in an engine's environment: `python SCRIPT PORT JSON`; arguments as in `Server`."""
-    words = json.dumps(settings)
-    return Server(
-        arm,
-        "",
-        lambda port: [str(program), str(script), str(port), words],
-        seconds=seconds,
-        cores=cores,
-        environment=environment,
-    )
+) -> dict[str, Server]:
+    """Servers by arm, run on the same cores by a script in an engine's environment: `python SCRIPT PORT JSON`.
+
+    Arguments as in `Server`; `settings` of each server are by its arm.
+    """
+    cores = shared_cores(threads)
+
+    def command(of_arm: dict[str, Any], port: int) -> list[str]:
+        return [str(program), str(script), str(port), json.dumps(of_arm)]
+
+    return {
+        arm: Server(arm, "", partial(command, one), seconds=seconds, cores=cores, environment=environment)
+        for arm, one in settings.items()
+    }
 
 
 def shared_cores(threads: int) -> list[int]:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import enum
-import importlib.util
-import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,6 +13,7 @@ from specbench.engines import llama_cpp
 from specbench.engines.environments import interpreter
 from specbench.engines.llama_cpp import SCRIPT, LlamaCpp
 from specbench.engines.served import PLAIN, SPECULATIVE
+from specbench.engines.standalone.parameters import set_all
 from specbench.models.pairs import load_pair
 from specbench.report.runs import read_run
 from specbench.system.errors import UserError
@@ -36,16 +35,6 @@ class Kind(enum.IntEnum):
     COMMON_SPECULATIVE_TYPE_NGRAM_MOD = 2
 
 
-@pytest.fixture
-def script(monkeypatch) -> ModuleType:
-    """The script of the server, in a world where xllamacpp is installed."""
-    monkeypatch.setitem(sys.modules, "xllamacpp", ModuleType("xllamacpp"))
-    spec = importlib.util.spec_from_file_location("serve", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 class TestParameters:
     @pytest.fixture
     def values(self):
@@ -53,12 +42,12 @@ class TestParameters:
         kinds = [Kind.COMMON_SPECULATIVE_TYPE_NONE]
         return SimpleNamespace(n_ctx=0, kind=kinds[0], speculative=SimpleNamespace(types=kinds, draft=draft))
 
-    def test_names_lead_into_what_they_hold_and_members_are_found_by_their_end(self, script, values):
+    def test_names_lead_into_what_they_hold_and_members_are_found_by_their_end(self, values):
         drafts = {
             "types": ["draft_simple", "ngram-mod"],
             "draft": {"n_max": 4, "mparams": {"path": "a.gguf"}},
         }
-        script.set_all(values, {"n_ctx": 512, "kind": "ngram_mod", "speculative": drafts})
+        set_all(values, {"n_ctx": 512, "kind": "ngram_mod", "speculative": drafts})
         assert values.n_ctx == 512 and values.kind is Kind.COMMON_SPECULATIVE_TYPE_NGRAM_MOD
         assert values.speculative.types == [Kind(1), Kind(2)]
         assert values.speculative.draft.n_max == 4 and values.speculative.draft.mparams.path == "a.gguf"
@@ -71,9 +60,9 @@ class TestParameters:
             ({"kind": "eagle9"}, "no member 'eagle9'"),
         ],
     )
-    def test_unknown_names_are_refused(self, script, values, wrong, message):
+    def test_unknown_names_are_refused(self, values, wrong, message):
         with pytest.raises(SystemExit, match=message):
-            script.set_all(values, wrong)
+            set_all(values, wrong)
 
 
 @pytest.mark.slow

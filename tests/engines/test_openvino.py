@@ -18,7 +18,7 @@ from specbench.engines import openvino
 from specbench.engines.dialects import openai
 from specbench.engines.openvino import SCRIPT, OpenVINO
 from specbench.engines.served import PLAIN, SPECULATIVE
-from specbench.engines.standalone import completions
+from specbench.engines.standalone import completions, parameters
 from specbench.report.runs import read_run
 from specbench.system.errors import UserError
 from tests.engines.test_completions import serving as answering
@@ -169,8 +169,10 @@ def script(monkeypatch) -> ModuleType:
     base = ModuleType("openvino")
     base.Tensor = lambda array: array
     monkeypatch.setattr(Pipeline, "made", [])
-    for name, module in (("openvino_genai", engine), ("openvino", base), ("completions", completions)):
+    for name, module in (("openvino_genai", engine), ("openvino", base)):
         monkeypatch.setitem(sys.modules, name, module)
+    for module in (completions, parameters):
+        monkeypatch.setitem(sys.modules, module.__name__.rpartition(".")[2], module)
     spec = importlib.util.spec_from_file_location("serve_openvino", SCRIPT)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

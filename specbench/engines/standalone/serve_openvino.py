@@ -1,6 +1,6 @@
 """OpenVINO GenAI behind an HTTP server of completions: `python serve_openvino.py PORT JSON`, in its own environment.
 
-It imports nothing of this project but the server beside it: the environment has neither torch nor specbench.
+It imports nothing of this project but the modules beside it: the environment has neither torch nor specbench.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 import openvino  # type: ignore[import-not-found] # of another environment
 import openvino_genai  # type: ignore[import-not-found]
 from completions import Completion, CompletionServer, RequestError, Send  # type: ignore[import-not-found] # beside it
+from parameters import set_all  # type: ignore[import-not-found]
 
 DEVICE = "CPU"
 
@@ -53,15 +54,6 @@ def converted(file: Path) -> Path:
                 if not folder.exists():  # else another process was faster
                     raise
     return folder
-
-
-def set_all(settings: Any, values: dict[str, Any]) -> Any:
-    """Sets attributes by name, and returns the object; exits if it lacks one."""
-    for name, value in values.items():
-        if not hasattr(settings, name):
-            raise SystemExit(f"{type(settings).__name__} has no parameter '{name}'")
-        setattr(settings, name, value)
-    return settings
 
 
 class Streamer(openvino_genai.StreamerBase):
