@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -49,64 +50,200 @@ ROWS = 4096  # of a matrix that are compared at a time
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"  # copies of the target's, which many files hold
 
 
+@dataclass
+class Checkpoint:
+    """What a folder holds of a trained part. Its checks raise UserError, or return it.
+
+    Attributes:
+        folder: where the files are, as a configuration names it, or a hub id.
+        what: that is in it, for messages: "the heads".
+        settings: the content of config.json.
+        state: the tensors by name, without rotary frequencies.
+    """
+
+    folder: str | Path
+    what: str
+    settings: dict[str, Any]
+    state: dict[str, torch.Tensor]
+
+    def error(self, why: str) -> UserError:
+        """An error about it; `why` is the predicate of the sentence."""
+        return UserError(f"{self.what} in '{self.folder}' {why}")
+
+    def unusable(self, why: str) -> UserError:
+        """The error of a part that is whole, but not supported here."""
+        return self.error(f"cannot be used: {why}")
+
+    def unfit(self, why: str) -> UserError:
+        """The error of tensors that do not fit each other, or config.json."""
+        return self.error(f"do not fit: {why}")
+
+    def foreign(self, why: str) -> UserError:
+        """The error of a part that belongs to another target."""
+        return self.error(f"were made for another target: {why}")
+
+    def config(self, kind: type[Config], settings: Mapping[str, Any]) -> Config:
+        """Makes its config.
+
+        Raises UserError for a setting of the wrong type, one that does not fit the others, or rotary positions that the
+        drafting layers do not have.
+        """
+        try:
+            config = kind(**settings)
+        except (StrictDataclassError, TypeError, ValueError) as error:
+            raise self.unusable(f"{CONFIG}: {one_line(error)}") from error
+        check_rope(config)
+        rope = {**settings, **(getattr(config, "rope_parameters", None) or {})}
+        if (factor := rope.get("partial_rotary_factor")) not in (None, 1):
+            raise self.unusable(
+                f"{CONFIG} sets partial_rotary_factor={factor}, and drafting layers rotate whole heads"
+            )
+        return config
+
+    def check_width(self, width: int | None, target: int) -> None:
+        """Raises UserError unless it is as wide as the target's states."""
+        if width is None:
+            raise self.unusable(f"{CONFIG} names no hidden_size")
+        if width != target:
+            raise self.error(f"are {width} wide, the target {target}: they were made for another target")
+
+    def check_vocabulary(self, vocab: int | None, target: int) -> None:
+        """Warns if its config.json names another vocabulary size than its target has.
+
+        This is no error: the target may be a fine-tune with a few more tokens, not only a model of another family.
+        """
+        if vocab not in (None, target):
+            warn(str(self.error(f"were made for a target of {vocab} tokens, and this one has {target}")))
+
+    def check_target(self, target: StagedModel, expansion: Expansion | None) -> None:
+        """Applies `check_width` and `check_vocabulary` to its settings, which have its target's sizes."""
+        width, _, vocab = sizes_trained_for(target, expansion)
+        self.check_width(self.settings.get("hidden_size"), width)
+        self.check_vocabulary(self.settings.get("vocab_size"), vocab)
+
+    def check_copy(self, name: str, copy: torch.Tensor, original: torch.Tensor) -> None:
+        """Raises UserError unless a tensor is a copy of one of the target's, see `is_copy`."""
+        if not is_copy(copy, original):
+            raise self.foreign(f"{name} is not the target's")
+
+    def drop_copies(
+        self, target: StagedModel, expansion: Expansion | None, names: Sequence[str] = (EMBEDDING, HEAD)
+    ) -> None:
+        """Removes copies of the target's embedding and head; the originals are used instead.
+
+        Args:
+            target: model to draft for.
+            expansion: how it was expanded; copies are then not compared.
+            names: of the tensors to remove, as modules of `target` have them.
+
+        Raises:
+            UserError: one is not the target's.
+        """
+        for name in names:
+            copy = self.state.pop(name, None)
+            if copy is not None and expansion is None:
+                self.check_copy(name, copy, getattr(target, name.removesuffix(".weight")).weight)
+
+    def check_tensors(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        """Raises UserError that names all tensors that are missing, unknown or of another shape than given."""
+        state = self.state
+        problems = [f"missing {name}" for name in shapes.keys() - state.keys()]
+        problems += [f"unknown {name}" for name in state.keys() - shapes.keys()]
+        problems += [
+            f"{name} is {tuple(state[name].shape)}, not {tuple(shape)}"
+            for name, shape in shapes.items()
+            if name in state and tuple(state[name].shape) != tuple(shape)
+        ]
+        if problems or not state:
+            raise self.unfit("; ".join(sorted(problems)) or "there is no tensor")
+
+    def fill(self, model: torch.nn.Module) -> None:
+        """Loads the tensors into a model by name. Raises UserError as `check_tensors` if they do not fit."""
+        self.check_tensors({name: tensor.shape for name, tensor in model.state_dict().items()})
+        model.load_state_dict(self.state)
+
+    def draft_token_ids(self, vocab_size: int, vocab: int) -> torch.Tensor:
+        """Removes the mapping of a draft vocabulary from the tensors.
+
+        Of these, `d2t` holds for each row of `lm_head.weight` the token id minus the row's index, `t2d` which ids have
+        a row.
+
+        Args:
+            vocab_size: ids of the checkpoint's target.
+            vocab: ids of the target that is drafted for.
+
+        Returns:
+            [rows] token ids of the target, by row of the head.
+        """
+        if HEAD not in self.state:
+            raise self.unusable(f"there is d2t without {HEAD}")
+        rows = self.state[HEAD].shape[0]
+        offsets, t2d = self.state.pop("d2t", None), self.state.pop("t2d", None)
+        index = torch.arange(rows)
+        if offsets is None:
+            if rows != vocab_size:
+                raise self.unusable(f"d2t is missing, and the head has {rows} rows for {vocab_size} tokens")
+            offsets = torch.zeros_like(index)
+        if offsets.shape != index.shape or offsets.is_floating_point():
+            raise self.unusable(f"d2t is {offsets.dtype} {tuple(offsets.shape)}, not whole numbers ({rows},)")
+        ids = index + offsets.long()
+        if t2d is not None and t2d.shape != (vocab_size,):
+            raise self.unusable(f"t2d is {tuple(t2d.shape)}, not ({vocab_size},)")
+        scored = torch.zeros(vocab_size, dtype=torch.bool)
+        fitting = int(ids.min()) >= 0 and int(ids.max()) < vocab_size
+        if fitting:
+            scored[ids] = True
+        agrees = fitting and int(scored.sum()) == rows and (t2d is None or torch.equal(scored, t2d.bool()))
+        # Without t2d only the form of d2t reveals a wrong table: no adjacent ids are kept, or only the first ones.
+        unsure = t2d is None and rows < vocab_size and rows > 1
+        if not agrees or (unsure and (bool((offsets.diff() > 0).all()) or not offsets.any())):
+            raise self.unusable(
+                "d2t does not hold each token id's distance from its row (ids in place of distances, an empty table, "
+                "or one of another checkpoint)"
+            )
+        if int(ids.max()) >= vocab:
+            raise self.unusable(
+                f"it drafts token {int(ids.max())}, the target has {vocab}: they were made for another target"
+            )
+        return ids
+
+
 def read_checkpoint(
     folder: str | Path,
     what: str,
     files: Sequence[str],
     check: Callable[[dict[str, Any]], None] | None = None,
-) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+) -> Checkpoint:
     """Reads a folder. Nothing in it is run: pickles are read with weights_only.
 
     Args:
-        folder: where the files are, as a configuration names it, or a hub id.
-        what: that is in it, for messages: "the heads".
+        folder: as in `Checkpoint`.
+        what: likewise.
         files: names that the file of tensors may have; the first one that is there is read.
         check: called with the content of config.json before tensors are looked for.
-
-    Returns:
-        The content of config.json, and the tensors by name, without rotary frequencies.
 
     Raises:
         UserError: a file is missing or cannot be read.
     """
-    folder = fetched(packaged(folder), files)
-    present = [name for name in files if (folder / name).is_file()]
+    local = fetched(packaged(folder), files)
+    present = [name for name in files if (local / name).is_file()]
     try:
-        if not (folder / CONFIG).is_file():
-            raise UserError(f"{what} in '{folder}' cannot be read: {CONFIG} is missing")
-        settings = json.loads((folder / CONFIG).read_text())
+        if not (local / CONFIG).is_file():
+            raise UserError(f"{what} in '{local}' cannot be read: {CONFIG} is missing")
+        settings = json.loads((local / CONFIG).read_text())
         if check is not None:
             check(settings)
         if not present:
-            raise UserError(f"{what} in '{folder}' cannot be read: one of {', '.join(files)} is missing")
-        path = folder / present[0]
+            raise UserError(f"{what} in '{local}' cannot be read: one of {', '.join(files)} is missing")
+        path = local / present[0]
         if path.suffix == ".safetensors":
             state = load_file(path)
         else:
             state = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, EOFError, RuntimeError, ValueError, SafetensorError, UnpicklingError) as error:
-        raise UserError(f"{what} in '{folder}' cannot be read: {one_line(error)}") from error
-    return settings, {name: tensor for name, tensor in state.items() if not name.endswith(ANGLES)}
-
-
-def config_of(folder: str | Path, what: str, kind: type[Config], settings: Mapping[str, Any]) -> Config:
-    """Makes a part's config.
-
-    Raises UserError for a setting of the wrong type, one that does not fit the others, or rotary positions that the
-    drafting layers do not have.
-    """
-    try:
-        config = kind(**settings)
-    except (StrictDataclassError, TypeError, ValueError) as error:
-        raise UserError(f"{what} in '{folder}' cannot be used: {CONFIG}: {one_line(error)}") from error
-    check_rope(config)
-    rope = {**settings, **(getattr(config, "rope_parameters", None) or {})}
-    if (factor := rope.get("partial_rotary_factor")) not in (None, 1):
-        raise UserError(
-            f"{what} in '{folder}' cannot be used: {CONFIG} sets partial_rotary_factor={factor}, and drafting layers "
-            "rotate whole heads"
-        )
-    return config
+        raise UserError(f"{what} in '{local}' cannot be read: {one_line(error)}") from error
+    tensors = {name: tensor for name, tensor in state.items() if not name.endswith(ANGLES)}
+    return Checkpoint(folder, what, settings, tensors)
 
 
 def fetched(folder: Path, files: Sequence[str]) -> Path:
@@ -119,38 +256,6 @@ def fetched(folder: Path, files: Sequence[str]) -> Path:
     return fetch_small_files(folder.as_posix(), patterns=[CONFIG, *files])
 
 
-def check_width(folder: str | Path, what: str, width: int | None, target: int) -> None:
-    """Raises UserError unless a part is as wide as the target's states."""
-    if width is None:
-        raise UserError(f"{what} in '{folder}' cannot be used: {CONFIG} names no hidden_size")
-    if width != target:
-        raise UserError(
-            f"{what} in '{folder}' are {width} wide, the target {target}: they were made for another target"
-        )
-
-
-def check_vocabulary(folder: str | Path, what: str, vocab: int | None, target: int) -> None:
-    """Warns if a part's config.json names another vocabulary size than its target has.
-
-    This is no error: the target may be a fine-tune with a few more tokens, not only a model of another family.
-    """
-    if vocab not in (None, target):
-        warn(f"{what} in '{folder}' were made for a target of {vocab} tokens, and this one has {target}")
-
-
-def check_target(
-    folder: str | Path,
-    what: str,
-    settings: Mapping[str, Any],
-    target: StagedModel,
-    expansion: Expansion | None,
-) -> None:
-    """Applies `check_width` and `check_vocabulary` to a part's config.json, which has its target's sizes."""
-    width, _, vocab = sizes_trained_for(target, expansion)
-    check_width(folder, what, settings.get("hidden_size"), width)
-    check_vocabulary(folder, what, settings.get("vocab_size"), vocab)
-
-
 def is_copy(copy: torch.Tensor, original: torch.Tensor) -> bool:
     """Whether a tensor [rows, d] is a copy of one of the target's, but for the rounding of a 16-bit type."""
     if copy.shape != original.shape:
@@ -160,12 +265,6 @@ def is_copy(copy: torch.Tensor, original: torch.Tensor) -> bool:
         torch.allclose(theirs.to(ours.device, torch.float32), ours.float(), rtol=2**-7, atol=1e-4)
         for theirs, ours in parts
     )
-
-
-def check_copy(folder: str | Path, what: str, name: str, copy: torch.Tensor, original: torch.Tensor) -> None:
-    """Raises UserError unless a tensor is a copy of one of the target's, see `is_copy`."""
-    if not is_copy(copy, original):
-        raise UserError(f"{what} in '{folder}' were made for another target: {name} is not the target's")
 
 
 def unknown_settings(
@@ -195,28 +294,6 @@ def unknown_settings(
             yield f"is of a {name}, not of one of {', '.join(architectures)}"
     if types := {*(flat.get("layer_types") or [])} - {"full_attention"}:
         yield f"has layers of type {', '.join(sorted(types))}, not of full_attention alone"
-
-
-def check_tensors(
-    folder: str | Path, what: str, state: Mapping[str, torch.Tensor], shapes: Mapping[str, Sequence[int]]
-) -> None:
-    """Raises UserError that names all tensors that are missing, unknown or of another shape than given."""
-    problems = [f"missing {name}" for name in shapes.keys() - state.keys()]
-    problems += [f"unknown {name}" for name in state.keys() - shapes.keys()]
-    problems += [
-        f"{name} is {tuple(state[name].shape)}, not {tuple(shape)}"
-        for name, shape in shapes.items()
-        if name in state and tuple(state[name].shape) != tuple(shape)
-    ]
-    if problems or not state:
-        message = "; ".join(sorted(problems)) or "there is no tensor"
-        raise UserError(f"{what} in '{folder}' do not fit: {message}")
-
-
-def fill(folder: str | Path, what: str, model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> None:
-    """Loads tensors into a model by name. Raises UserError as `check_tensors` if they do not fit."""
-    check_tensors(folder, what, state, {name: tensor.shape for name, tensor in model.state_dict().items()})
-    model.load_state_dict(state)
 
 
 def ready(model: Module, target: StagedModel) -> Module:
@@ -269,86 +346,6 @@ def rotary_of(config: PretrainedConfig) -> dict[str, Any]:
 def layer_sizes(target: StagedModel) -> dict[str, Any]:
     """As `attention_sizes`, for a layer with a feed-forward part as wide as the target's."""
     return attention_sizes(target) | {"intermediate_size": Sizes.of(target.config.to_dict()).inner}
-
-
-def drop_copies(
-    folder: str | Path,
-    what: str,
-    state: dict[str, torch.Tensor],
-    target: StagedModel,
-    expansion: Expansion | None,
-    names: Sequence[str] = (EMBEDDING, HEAD),
-) -> None:
-    """Removes copies of the target's embedding and head; the originals are used instead.
-
-    Args:
-        folder: where they were read.
-        what: that is in it, for messages.
-        state: the tensors; those of `names` are removed.
-        target: model to draft for.
-        expansion: how it was expanded; copies are then not compared.
-        names: of the tensors, as modules of `target` have them.
-
-    Raises:
-        UserError: one is not the target's.
-    """
-    for name in names:
-        copy = state.pop(name, None)
-        if copy is not None and expansion is None:
-            check_copy(folder, what, name, copy, getattr(target, name.removesuffix(".weight")).weight)
-
-
-def draft_token_ids(
-    folder: str | Path, what: str, state: dict[str, torch.Tensor], vocab_size: int, vocab: int
-) -> torch.Tensor:
-    """Removes the mapping of a draft vocabulary from the tensors.
-
-    Args:
-        folder: where they were read.
-        what: that is in it, for messages.
-        state: with `lm_head.weight`; `d2t` holds for each of its rows the token id minus the row's index, `t2d` which
-            ids have a row.
-        vocab_size: ids of the checkpoint's target.
-        vocab: ids of the target that is drafted for.
-
-    Returns:
-        [rows] token ids of the target, by row of the head.
-    """
-
-    def refuse(why: str) -> UserError:
-        return UserError(f"{what} in '{folder}' cannot be used: {why}")
-
-    if "lm_head.weight" not in state:
-        raise refuse("there is d2t without lm_head.weight")
-    rows = state["lm_head.weight"].shape[0]
-    offsets, t2d = state.pop("d2t", None), state.pop("t2d", None)
-    index = torch.arange(rows)
-    if offsets is None:
-        if rows != vocab_size:
-            raise refuse(f"d2t is missing, and the head has {rows} rows for {vocab_size} tokens")
-        offsets = torch.zeros_like(index)
-    if offsets.shape != index.shape or offsets.is_floating_point():
-        raise refuse(f"d2t is {offsets.dtype} {tuple(offsets.shape)}, not whole numbers ({rows},)")
-    ids = index + offsets.long()
-    if t2d is not None and t2d.shape != (vocab_size,):
-        raise refuse(f"t2d is {tuple(t2d.shape)}, not ({vocab_size},)")
-    scored = torch.zeros(vocab_size, dtype=torch.bool)
-    fitting = int(ids.min()) >= 0 and int(ids.max()) < vocab_size
-    if fitting:
-        scored[ids] = True
-    agrees = fitting and int(scored.sum()) == rows and (t2d is None or torch.equal(scored, t2d.bool()))
-    # Without t2d only the form of d2t reveals a wrong table: no adjacent ids are kept, or only the first ones.
-    unsure = t2d is None and rows < vocab_size and rows > 1
-    if not agrees or (unsure and (bool((offsets.diff() > 0).all()) or not offsets.any())):
-        raise refuse(
-            "d2t does not hold each token id's distance from its row (ids in place of distances, an empty table, "
-            "or one of another checkpoint)"
-        )
-    if int(ids.max()) >= vocab:
-        raise refuse(
-            f"it drafts token {int(ids.max())}, the target has {vocab}: they were made for another target"
-        )
-    return ids
 
 
 def write_checkpoint(

@@ -16,12 +16,7 @@ from methods.common.checkpoints import (
     EMBEDDING,
     HEAD,
     WEIGHTS,
-    check_vocabulary,
-    check_width,
-    config_of,
-    draft_token_ids,
-    drop_copies,
-    fill,
+    Checkpoint,
     read_checkpoint,
     ready,
     sizes_trained_for,
@@ -88,40 +83,35 @@ def load_blocks(folder: str | Path, target: StagedModel, expansion: Expansion | 
         UserError: a file cannot be read; a key or a shape is missing, unknown or wrong; config.json sets what is not
             supported here; the drafting model was made for another target.
     """
-    settings, state = read_checkpoint(folder, WHAT, FILES)
-    flat = {**settings, **(settings.get(NESTED) or {}), **(settings.get(LAYER) or {})}
+    checkpoint = read_checkpoint(folder, WHAT, FILES)
+    flat = checkpoint.settings
+    flat |= {**(flat.get(NESTED) or {}), **(flat.get(LAYER) or {})}
     if flat.get(STATES):  # layers in front of which states are taken
         flat[LAYERS] = [i - 1 for i in flat[STATES]]
     if problems := [*_problems(flat)]:
-        raise UserError(f"{WHAT} in '{folder}' cannot be used: config.json {'; '.join(problems)}")
+        raise checkpoint.unusable(f"config.json {'; '.join(problems)}")
     width, layers, vocab = sizes_trained_for(target, expansion)
-    check_width(folder, WHAT, flat["hidden_size"], width)
-    config = _config(folder, flat)
+    checkpoint.check_width(flat["hidden_size"], width)
+    config = _config(checkpoint)
     taps = tuple(i + 1 for i in flat[LAYERS])
     # Only speculators' name the state after the last layer; transformers' own list has the normed one there.
     if not 0 <= min(taps) <= max(taps) <= (layers if flat.get(STATES) else layers - 1):
-        raise UserError(
-            f"{WHAT} in '{folder}' cannot be used: they read the states after layers {flat[LAYERS]}, the "
-            f"target has {layers} layers"
+        raise checkpoint.unusable(
+            f"they read the states after layers {flat[LAYERS]}, the target has {layers} layers"
         )
     token_ids = None
-    if "d2t" in state:
-        token_ids = draft_token_ids(folder, WHAT, state, config.vocab_size, vocab)
+    if "d2t" in checkpoint.state:
+        token_ids = checkpoint.draft_token_ids(config.vocab_size, vocab)
     if config.vocab_size != vocab and (config.markov_rank or config.selector_rank):
-        raise UserError(
-            f"{WHAT} in '{folder}' were made for another target: they correct {config.vocab_size} tokens, and it has "
-            f"{vocab}"
-        )
-    check_vocabulary(folder, WHAT, config.vocab_size, vocab)
+        raise checkpoint.foreign(f"they correct {config.vocab_size} tokens, and it has {vocab}")
+    checkpoint.check_vocabulary(config.vocab_size, vocab)
     # A head over a draft vocabulary is the drafting model's own.
     copies = (EMBEDDING, HEAD) if token_ids is None else (EMBEDDING,)
-    drop_copies(folder, WHAT, state, target, expansion, copies)
+    checkpoint.drop_copies(target, expansion, copies)
     model = BlockModel(config, taps, token_ids)
-    fill(folder, WHAT, model, state)
+    checkpoint.fill(model)
     if not 0 <= config.mask_token_id < target.embed_tokens.weight.shape[0]:
-        raise UserError(
-            f"{WHAT} in '{folder}' were made for another target: it has no token {config.mask_token_id}"
-        )
+        raise checkpoint.foreign(f"it has no token {config.mask_token_id}")
     if expansion is not None:
         model = _expanded(model.float(), target, expansion)
     model = ready(model, target)
@@ -202,13 +192,12 @@ def _predicts(flat: dict[str, Any]) -> bool | None:
     return {places: True, places - 1: False}.get(proposals[0].get("speculative_tokens"))
 
 
-def _config(folder: str | Path, flat: dict[str, Any]) -> BlockConfig:
+def _config(checkpoint: Checkpoint) -> BlockConfig:
     """The config of the drafting layers and heads."""
+    flat = checkpoint.settings
     names = {*Qwen3Config().to_dict(), "rope_theta", "rope_scaling", "block_size", MASK, MARKOV, *CHOICE}
     chosen = {n: value for n, value in flat.items() if n in names - {"dtype"} and value is not None}
-    return config_of(
-        folder,
-        WHAT,
+    return checkpoint.config(
         BlockConfig,
         chosen
         | {

@@ -11,9 +11,7 @@ from transformers import LlamaConfig
 from methods.common.checkpoints import (
     EMBEDDING,
     WEIGHTS,
-    check_target,
-    config_of,
-    fill,
+    Checkpoint,
     is_copy,
     layer_sizes,
     read_checkpoint,
@@ -52,12 +50,12 @@ def load_eagle(
         UserError: a file cannot be read, a key or a shape is missing, unknown or wrong, or the drafter was made for
             another target.
     """
-    settings, state = read_checkpoint(folder, WHAT, FILES)
-    check_target(folder, WHAT, settings, target, expansion)
-    check_embedding(folder, state.pop(EMBEDDING, None), target)
-    config = config_of(folder, WHAT, LlamaConfig, settings | _layer_settings(settings, state))
-    model = EagleModel(config)
-    fill(folder, WHAT, model, state)
+    checkpoint = read_checkpoint(folder, WHAT, FILES)
+    settings, state = checkpoint.settings, checkpoint.state
+    checkpoint.check_target(target, expansion)
+    _drop_embedding(checkpoint, target)
+    model = EagleModel(checkpoint.config(LlamaConfig, settings | _layer_settings(settings, state)))
+    checkpoint.fill(model)
     if expansion is not None:
         model = _expanded(model.float(), target, expansion)
     return ready(model, target), settings
@@ -69,17 +67,16 @@ def save_eagle(model: EagleModel, folder: str | Path, dtype: torch.dtype, **note
     write_checkpoint(folder, settings, model.state_dict(), dtype)
 
 
-def check_embedding(folder: str | Path, embedding: torch.Tensor | None, target: StagedModel) -> None:
-    """Raises UserError if a checkpoint holds an embedding that is not the target's."""
+def _drop_embedding(checkpoint: Checkpoint, target: StagedModel) -> None:
+    """Removes the embedding. Raises UserError if it is not the target's."""
+    embedding = checkpoint.state.pop(EMBEDDING, None)
     if embedding is None:
         return
     ours = target.embed_tokens.weight
     # An expanded target is wider, and may have more rows.
     n, width = min(len(embedding), len(ours)), embedding.shape[1]
     if not is_copy(embedding[:n], ours[:n, :width]):
-        raise UserError(
-            f"{WHAT} in '{folder}' hold an embedding unlike the target's: they were made for another one"
-        )
+        raise checkpoint.error("hold an embedding unlike the target's: they were made for another one")
 
 
 def _layer_settings(settings: dict[str, Any], state: dict[str, torch.Tensor]) -> dict[str, Any]:

@@ -14,11 +14,7 @@ import torch
 from methods.common.checkpoints import (
     EMBEDDING,
     WEIGHTS,
-    check_vocabulary,
-    check_width,
-    config_of,
-    draft_token_ids,
-    fill,
+    Checkpoint,
     is_copy,
     read_checkpoint,
     ready,
@@ -29,7 +25,6 @@ from methods.common.checkpoints import (
 from methods.eagle3.model import Eagle3Config, Eagle3Model, default_taps
 from specbench.models.devices import name_of
 from specbench.models.expansion import Expansion
-from specbench.system.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig
@@ -105,21 +100,21 @@ def load_eagle3(
         UserError: a file cannot be read; a key or a shape is missing, unknown or wrong; config.json sets what is not
             supported here; the drafting model was made for another target, or for the other method.
     """
-    settings, state = read_checkpoint(folder, WHAT, FILES)
-    settings = _flat(folder, settings)
-    state = {_own_name(name): tensor for name, tensor in state.items()}
-    _check_method(folder, settings, state, masks)
+    checkpoint = read_checkpoint(folder, WHAT, FILES)
+    _flatten(checkpoint)
+    checkpoint.state = {_own_name(name): tensor for name, tensor in checkpoint.state.items()}
+    _check_method(checkpoint, masks)
     width, layers, vocab = sizes_trained_for(target, expansion)
-    read = _taps(folder, settings, taps, layers)
-    config = _config(folder, settings, state, rope_theta, len(read))
-    check_width(folder, WHAT, config.input_width, width)
-    token_ids = draft_token_ids(folder, WHAT, state, config.vocab_size, vocab)
-    check_vocabulary(folder, WHAT, config.vocab_size, vocab)
-    _drop_embedding(folder, state, config, target, expansion)
+    read = _taps(checkpoint, taps, layers)
+    config = _config(checkpoint, rope_theta, len(read))
+    checkpoint.check_width(config.input_width, width)
+    token_ids = checkpoint.draft_token_ids(config.vocab_size, vocab)
+    checkpoint.check_vocabulary(config.vocab_size, vocab)
+    _drop_embedding(checkpoint, config, target, expansion)
     if config.mask_token_id is not None and not 0 <= config.mask_token_id < vocab:
-        raise UserError(f"{WHAT} in '{folder}' were made for another target: no token {config.mask_token_id}")
+        raise checkpoint.foreign(f"no token {config.mask_token_id}")
     model = Eagle3Model(config, read, token_ids)
-    fill(folder, WHAT, model, state)
+    checkpoint.fill(model)
     if expansion is not None:
         model = _expanded(model.float(), target, expansion)
     return ready(model, target)
@@ -160,13 +155,14 @@ def save_eagle3(model: Eagle3Model, folder: str | Path, dtype: torch.dtype, **fi
     write_checkpoint(folder, settings, model.state_dict() | mapping, dtype)
 
 
-def _flat(folder: str | Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """config.json without nesting. Raises UserError for what is not known here, by its name."""
+def _flatten(checkpoint: Checkpoint) -> None:
+    """Takes the nesting out of the settings. Raises UserError for what is not known here, by its name."""
+    settings = checkpoint.settings
     layer, nested = settings.get(LAYER) or {}, settings.get("eagle_config") or {}
     flat = {**layer, **settings, **{name: value for name, value in nested.items() if name != LAYER_IDS}}
     if problems := [*_unknown(flat), *_unfit(flat, layer)]:
-        raise UserError(f"{WHAT} in '{folder}' cannot be used: config.json {'; '.join(problems)}")
-    return flat
+        raise checkpoint.unusable(f"config.json {'; '.join(problems)}")
+    checkpoint.settings = flat
 
 
 def _unknown(flat: dict[str, Any]) -> Iterator[str]:
@@ -203,54 +199,40 @@ def _own_name(name: str) -> str:
     return f"midlayer.{name.removeprefix('layers.0.')}" if name.startswith("layers.0.") else name
 
 
-def _check_method(
-    folder: str | Path, settings: dict[str, Any], state: dict[str, torch.Tensor], masks: bool
-) -> None:
+def _check_method(checkpoint: Checkpoint, masks: bool) -> None:
     """Reshapes a mask's state. Raises UserError if the model fills masks and must not, or the reverse."""
-    if settings.get(PARALLEL) and MASK_STATE not in state:
-        raise UserError(
-            f"{WHAT} in '{folder}' cannot be used: config.json sets {PARALLEL}, without {MASK_STATE}"
-        )
+    state = checkpoint.state
+    if checkpoint.settings.get(PARALLEL) and MASK_STATE not in state:
+        raise checkpoint.unusable(f"config.json sets {PARALLEL}, without {MASK_STATE}")
     if (MASK_STATE in state) != masks:
         kind, method = ("that fills no masks", "eagle3") if masks else ("that fills masks", "peagle")
-        raise UserError(f"{WHAT} in '{folder}' are of a model {kind}: use {method}")
+        raise checkpoint.error(f"are of a model {kind}: use {method}")
     if masks:
         state[MASK_STATE] = state[MASK_STATE].reshape(1, 1, -1)
 
 
-def _config(
-    folder: str | Path,
-    settings: dict[str, Any],
-    state: dict[str, torch.Tensor],
-    rope_theta: float | None,
-    depths: int,
-) -> Eagle3Config:
+def _config(checkpoint: Checkpoint, rope_theta: float | None, depths: int) -> Eagle3Config:
     """Returns the layer's config, with sizes from the tensors' shapes; `depths` depths are read."""
+    settings, state = checkpoint.settings, checkpoint.state
     attention = "midlayer.self_attn"
     needed = ("fc.weight", "lm_head.weight", f"{attention}.q_proj.weight", f"{attention}.k_proj.weight")
     if missing := [name for name in needed if name not in state]:
-        raise UserError(f"{WHAT} in '{folder}' do not fit: missing {', '.join(missing)}")
+        raise checkpoint.unfit(f"missing {', '.join(missing)}")
     mask = next((settings[name] for name in MASKS if settings.get(name) is not None), None)
     if MASK_STATE in state and mask is None:
-        raise UserError(f"{WHAT} in '{folder}' cannot be used: config.json names no {MASKS[0]}")
+        raise checkpoint.unusable(f"config.json names no {MASKS[0]}")
     later = {int(name.split(".")[1]) for name in state if name.startswith("layers.")}
     width, heads = settings["hidden_size"], settings["num_attention_heads"]
     fc, head, q, k = (state[name].shape for name in needed)
     head_dim, read = q[0] // heads, fc[1] // depths
     if fc[1] % depths:
-        raise UserError(
-            f"{WHAT} in '{folder}' do not fit: fc has {fc[1]} columns, and {depths} depths are read"
-        )
+        raise checkpoint.unfit(f"fc has {fc[1]} columns, and {depths} depths are read")
     for name, size in (("head_dim", head_dim), ("draft_vocab_size", head[0]), ("target_hidden_size", read)):
         if settings.get(name) not in (None, size):
-            raise UserError(
-                f"{WHAT} in '{folder}' do not fit: config.json says {name}={settings[name]}, the tensors {size}"
-            )
+            raise checkpoint.unfit(f"config.json says {name}={settings[name]}, the tensors {size}")
     names = {*LAYER_SETTINGS, *VARIANTS, "rope_theta", "rope_scaling", "rope_parameters"}
     chosen = {name: value for name, value in settings.items() if name in names and value is not None}
-    config = config_of(
-        folder,
-        WHAT,
+    config = checkpoint.config(
         Eagle3Config,
         chosen
         | {
@@ -268,14 +250,13 @@ def _config(
     return config
 
 
-def _taps(
-    folder: str | Path, settings: dict[str, Any], requested: Sequence[int] | None, layers: int
-) -> tuple[int, ...]:
+def _taps(checkpoint: Checkpoint, requested: Sequence[int] | None, layers: int) -> tuple[int, ...]:
     """Returns the depths to read, as `Drafter.taps`: as requested, else config.json's, else the authors'.
 
     There are two conventions: a first id of 2 is the layer in front of which a state is taken, a first id of 1 the
     layer after which it is.
     """
+    settings = checkpoint.settings
     top, nested = settings.get(LAYER_IDS), (settings.get("eagle_config") or {}).get(LAYER_IDS)
     layer_ids = top or nested
     if requested is not None:
@@ -285,45 +266,35 @@ def _taps(
     elif top and nested and [i + 1 for i in nested] == list(top):
         read = tuple(top)
     elif (top and nested and list(nested) != list(top)) or layer_ids[0] not in (1, 2):
-        raise UserError(
-            f"{WHAT} in '{folder}' do not say whether {LAYER_IDS}={layer_ids} are layers in front of which states are "
-            "taken, or after which: set layers to the number of layers in front of each state"
+        raise checkpoint.error(
+            f"do not say whether {LAYER_IDS}={layer_ids} are layers in front of which states are taken, or after "
+            "which: set layers to the number of layers in front of each state"
         )
     else:
         read = tuple(i + (layer_ids[0] == 1) for i in layer_ids)
     if not read or not 0 <= min(read) <= max(read) < layers:
-        raise UserError(
-            f"{WHAT} in '{folder}' cannot be used: the depths of this target are 0 to {layers - 1} layers, not "
-            f"{list(read)}"
-        )
+        raise checkpoint.unusable(f"the depths of this target are 0 to {layers - 1} layers, not {list(read)}")
     return read
 
 
 def _drop_embedding(
-    folder: str | Path,
-    state: dict[str, torch.Tensor],
-    config: Eagle3Config,
-    target: StagedModel,
-    expansion: Expansion | None,
+    checkpoint: Checkpoint, config: Eagle3Config, target: StagedModel, expansion: Expansion | None
 ) -> None:
     """Removes an embedding that is the target's; notes in the config if it is the drafting model's own."""
-    embedding = state.get(EMBEDDING)
+    embedding = checkpoint.state.get(EMBEDDING)
     if embedding is None:
         if config.target_hidden_size is not None:
-            raise UserError(
-                f"{WHAT} in '{folder}' do not fit: missing {EMBEDDING} of a drafting model that is not as wide as its "
-                "target"
+            raise checkpoint.unfit(
+                f"missing {EMBEDDING} of a drafting model that is not as wide as its target"
             )
         return
     if expansion is not None:
-        raise UserError(f"{WHAT} in '{folder}' have an embedding of their own: they cannot be expanded")
+        raise checkpoint.error("have an embedding of their own: they cannot be expanded")
     theirs = target.embed_tokens.weight
     if is_copy(embedding, theirs):
-        del state[EMBEDDING]
+        del checkpoint.state[EMBEDDING]
     elif embedding.shape[0] < theirs.shape[0]:
-        raise UserError(
-            f"{WHAT} in '{folder}' do not fit: {EMBEDDING} has {embedding.shape[0]} rows, the target {theirs.shape[0]}"
-        )
+        raise checkpoint.unfit(f"{EMBEDDING} has {embedding.shape[0]} rows, the target {theirs.shape[0]}")
     else:
         config.own_embedding = True
 

@@ -15,10 +15,7 @@ from transformers import LlamaConfig
 
 from methods.common.checkpoints import (
     WEIGHTS,
-    check_copy,
-    check_tensors,
-    check_width,
-    config_of,
+    Checkpoint,
     layer_sizes,
     read_checkpoint,
     ready,
@@ -27,7 +24,6 @@ from methods.common.checkpoints import (
 )
 from methods.hydra_heads.heads import Heads, PrefixLayer
 from specbench.models.expansion import Expansion
-from specbench.system.errors import UserError
 
 if TYPE_CHECKING:
     from specbench.decoding.model.staged_model import StagedModel
@@ -86,19 +82,20 @@ def load_heads(
         UserError: a file cannot be read, the heads are of another kind, a key or a shape is missing, unknown or wrong,
             tensors that must be equal are not, or the heads were made for another target.
     """
-    settings, state = read_checkpoint(folder, WHAT, FILES)
-    _check_settings(folder, settings)
+    checkpoint = read_checkpoint(folder, WHAT, FILES)
+    settings, state = checkpoint.settings, checkpoint.state
+    _check_settings(checkpoint)
     prefixed = settings["hydra_head_arch"] == PREFIXED
     hidden, _, vocab = sizes_trained_for(target, expansion)
     first = _names(prefixed, 0, 1)[0][0]
     if (weight := state.get(f"{first}.linear.weight")) is not None:
-        check_width(folder, WHAT, weight.shape[0], hidden)
-    layers = _count(folder, settings, state)
+        checkpoint.check_width(weight.shape[0], hidden)
+    layers = _count(checkpoint)
     config = None
     if prefixed:
         prefix_settings = settings.get("prefix")
         sizes = layer_sizes(target) if prefix_settings is None else prefix_settings
-        config = config_of(folder, WHAT, LlamaConfig, sizes)
+        config = checkpoint.config(LlamaConfig, sizes)
     heads = Heads(
         settings["hydra_num_heads"],
         layers,
@@ -107,11 +104,11 @@ def load_heads(
         config,
     )
     if (copy := state.pop(EMBEDDING, None)) is not None:
-        check_copy(folder, WHAT, EMBEDDING, copy, target.embed_tokens.weight[:vocab, :hidden])
+        checkpoint.check_copy(EMBEDDING, copy, target.embed_tokens.weight[:vocab, :hidden])
     state.pop(UNUSED, None)
-    _fill(folder, heads, state)
+    _fill(checkpoint, heads)
     if expansion is not None:
-        heads = _expanded(folder, heads, target, expansion)
+        heads = _expanded(checkpoint, heads, target, expansion)
     return ready(heads, target), settings
 
 
@@ -126,8 +123,9 @@ def _renamed(state: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Ten
     return {f"{prefix}{name}": tensor for name, tensor in state.items()}
 
 
-def _check_settings(folder: str | Path, settings: dict[str, Any]) -> None:
+def _check_settings(checkpoint: Checkpoint) -> None:
     """Raises UserError for heads that are no Hydra heads this module supports."""
+    settings = checkpoint.settings
     arch = settings.get("hydra_head_arch")
     problems = []
     if arch not in (PLAIN, PREFIXED):
@@ -142,25 +140,24 @@ def _check_settings(folder: str | Path, settings: dict[str, Any]) -> None:
         if not isinstance(settings.get(key), int) or settings[key] < 1
     ]
     if problems:
-        raise UserError(f"{WHAT} in '{folder}' cannot be used: {'; '.join(problems)}")
+        raise checkpoint.unusable("; ".join(problems))
 
 
-def _count(folder: str | Path, settings: dict[str, Any], state: dict[str, torch.Tensor]) -> int:
+def _count(checkpoint: Checkpoint) -> int:
     """Number of layers per head. Raises UserError unless heads and layers are as many as in config.json."""
-    blocks = {tuple(name.split(".")[1:3]) for name in state if name.startswith("hydra_mlp.")}
+    blocks = {tuple(name.split(".")[1:3]) for name in checkpoint.state if name.startswith("hydra_mlp.")}
     heads = len({head for head, _ in blocks})
     counts = {"hydra_num_heads": heads, "hydra_num_layers": len(blocks) // max(1, heads)}
     for key, number in counts.items():
-        if settings[key] != number:
-            raise UserError(
-                f"{WHAT} in '{folder}' do not fit: config.json says {key}={settings[key]}, the tensors are of {number}"
-            )
+        if (value := checkpoint.settings[key]) != number:
+            raise checkpoint.unfit(f"config.json says {key}={value}, the tensors are of {number}")
     return counts["hydra_num_layers"]
 
 
-def _fill(folder: str | Path, heads: Heads, state: dict[str, torch.Tensor]) -> None:
+def _fill(checkpoint: Checkpoint, heads: Heads) -> None:
     """Loads a checkpoint's tensors into heads. Raises UserError as `load_heads`."""
-    check_tensors(folder, WHAT, state, _shapes(heads))
+    checkpoint.check_tensors(_shapes(heads))
+    state = checkpoint.state
     if heads.prefix is not None:
         heads.prefix.load_state_dict({name: state[f"{PREFIX}{name}"] for name in heads.prefix.state_dict()})
     for i in range(heads.heads):
@@ -170,10 +167,7 @@ def _fill(folder: str | Path, heads: Heads, state: dict[str, torch.Tensor]) -> N
             tied = [f"{block}.linear.{leaf}" for block in blocks[1:]]
             for name in tied[1:]:
                 if not torch.equal(state[name], state[tied[0]]):
-                    raise UserError(
-                        f"{WHAT} in '{folder}' do not fit: {name} differs from {tied[0]}, "
-                        "though both are the same block"
-                    )
+                    raise checkpoint.unfit(f"{name} differs from {tied[0]}, though both are the same block")
             if tied:
                 _put(heads.square[i], leaf, state[tied[0]])
             if heads.output is not None:
@@ -204,10 +198,10 @@ def _put(layer: torch.nn.Module, leaf: str, values: torch.Tensor) -> None:
 
 
 @torch.no_grad()
-def _expanded(folder: str | Path, heads: Heads, target: StagedModel, expansion: Expansion) -> Heads:
+def _expanded(checkpoint: Checkpoint, heads: Heads, target: StagedModel, expansion: Expansion) -> Heads:
     """The heads at the width of an expanded target, with the predictions of the original ones."""
     if heads.output is not None:
-        raise UserError(f"{WHAT} in '{folder}' have output matrices of their own: they cannot be expanded")
+        raise checkpoint.error("have output matrices of their own: they cannot be expanded")
     old, new = expansion.old.hidden, expansion.new.hidden
     wide = Heads(heads.heads, heads.layers, new)
     for parameter in wide.parameters():

@@ -15,15 +15,7 @@ from torch import nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRMSNorm
 
-from methods.common.checkpoints import (
-    WEIGHTS,
-    check_target,
-    config_of,
-    fill,
-    read_checkpoint,
-    ready,
-    write_checkpoint,
-)
+from methods.common.checkpoints import WEIGHTS, read_checkpoint, ready, write_checkpoint
 from methods.common.draft_layer import DraftLayer
 from specbench.models.expansion import Expansion
 from specbench.system.errors import UserError
@@ -99,11 +91,10 @@ def load_adapter(folder: str | Path, target: StagedModel, expansion: Expansion |
         UserError: a file cannot be read, a key or a shape is missing, unknown or wrong, or the adapter was made for a
             target of another width.
     """
-    settings, state = read_checkpoint(folder, WHAT, FILES)
-    check_target(folder, WHAT, settings, target, expansion)
-    config = config_of(folder, WHAT, LlamaConfig, settings)
-    adapter = Adapter(config)
-    fill(folder, WHAT, adapter, state)
+    checkpoint = read_checkpoint(folder, WHAT, FILES)
+    checkpoint.check_target(target, expansion)
+    adapter = Adapter(checkpoint.config(LlamaConfig, checkpoint.settings))
+    checkpoint.fill(adapter)
     if expansion is not None:
         adapter = _expanded(adapter.float(), target, expansion)
     return ready(adapter, target)

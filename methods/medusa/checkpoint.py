@@ -17,9 +17,7 @@ from torch.nn.functional import pad
 from methods.common.checkpoints import (
     HEAD,
     WEIGHTS,
-    check_copy,
-    check_tensors,
-    check_width,
+    Checkpoint,
     read_checkpoint,
     ready,
     sizes_trained_for,
@@ -63,22 +61,18 @@ def load_heads(
         UserError: a file cannot be read, what it holds is a whole model, a key or a shape is missing, unknown or wrong,
             or the heads were made for another target.
     """
-    settings, state = read_checkpoint(folder, WHAT, FILES, lambda config: _check_heads_alone(folder, config))
+    checkpoint = read_checkpoint(folder, WHAT, FILES, lambda config: _check_heads_alone(folder, config))
     width, _, vocab = sizes_trained_for(target, expansion)
     ids = None
-    if any(name.removeprefix("medusa_heads.").startswith("blocks.") for name in state):
-        state, ids = _from_vllm(folder, settings, state, target, vocab)
-    heads = _assembled(folder, state, width)
+    if any(name.removeprefix("medusa_heads.").startswith("blocks.") for name in checkpoint.state):
+        ids = _rename_from_vllm(checkpoint, target, vocab)
+    heads = _assembled(checkpoint, width)
     rows = vocab if ids is None else len(ids)
     if heads.output is not None and heads.output.shape[1] != rows:
-        raise UserError(
-            f"{WHAT} in '{folder}' do not fit: they score {heads.output.shape[1]} tokens, not {rows}"
-        )
+        raise checkpoint.unfit(f"they score {heads.output.shape[1]} tokens, not {rows}")
     if expansion is not None:
         if heads.output is not None:
-            raise UserError(
-                f"{WHAT} in '{folder}' have output matrices of their own: they cannot be expanded"
-            )
+            raise checkpoint.error("have output matrices of their own: they cannot be expanded")
         more = expansion.new.hidden - width
         wide = MedusaHeads(heads.heads, width + more)
         wide.load_state_dict(
@@ -86,7 +80,7 @@ def load_heads(
         )
         heads = wide
     ids = None if ids is None else ids.to(target.device)
-    return ready(heads, target), settings, ids
+    return ready(heads, target), checkpoint.settings, ids
 
 
 def save_heads(heads: MedusaHeads, folder: str | Path, dtype: torch.dtype, **notes: Any) -> None:
@@ -156,36 +150,36 @@ def _check_heads_alone(folder: str | Path, settings: dict[str, Any]) -> None:
         raise UserError(f"'{folder}' holds no heads of Medusa, but {what}: name another folder")
 
 
-def _from_vllm(
-    folder: str | Path, settings: dict[str, Any], state: State, target: StagedModel, vocab: int
-) -> tuple[State, torch.Tensor | None]:
-    """Returns a checkpoint in vLLM's form, of a target of `vocab` ids, under the authors' keys, and its token map."""
-    named: State = {}
-    for name, tensor in state.items():
+def _rename_from_vllm(checkpoint: Checkpoint, target: StagedModel, vocab: int) -> torch.Tensor | None:
+    """Puts a state in vLLM's form, of a target of `vocab` ids, under the authors' keys; returns its token map."""
+    settings, named = checkpoint.settings, State()
+    for name, tensor in checkpoint.state.items():
         for pattern, replacement in RENAMED:
             name = pattern.sub(replacement, name)
         named[name] = tensor
     ids = named.pop(TOKEN_MAP, None)
     if ids is not None:
-        _check_map(folder, settings, ids, vocab)
+        _check_map(checkpoint, ids, vocab)
         outputs = [name for name in named if name.endswith(".1.weight") or name == HEAD]
         # Some files have the rows of all tokens.
         named |= {name: named[name][ids] for name in outputs if len(named[name]) == vocab}
     if settings.get("original_lm_head"):
         copy = named.pop(HEAD, named.pop("0.1.weight", None))
         if copy is None:
-            raise UserError(f"{WHAT} in '{folder}' do not fit: missing {HEAD}")
+            raise checkpoint.unfit(f"missing {HEAD}")
         target_head = target.lm_head.weight[:vocab, : copy.shape[1]]
-        check_copy(folder, WHAT, HEAD, copy, target_head if ids is None else target_head[ids])
+        checkpoint.check_copy(HEAD, copy, target_head if ids is None else target_head[ids])
     if not settings.get("medusa_fc_bias"):
         for name in [name for name in named if name.endswith(".0.linear.weight")]:
             # Some files have biases despite this setting; vLLM silently drops them.
             named.setdefault(name.replace("weight", "bias"), torch.zeros(len(named[name])))
-    return named, ids
+    checkpoint.state = named
+    return ids
 
 
-def _check_map(folder: str | Path, settings: dict[str, Any], ids: torch.Tensor, vocab: int) -> None:
+def _check_map(checkpoint: Checkpoint, ids: torch.Tensor, vocab: int) -> None:
     """Raises UserError unless a token map holds different ids of the target, as many as config.json says."""
+    settings = checkpoint.settings
     expected_size = settings.get("truncated_vocab_size") or settings.get("vocab_size")
     problem = None
     if ids.dim() != 1 or ids.is_floating_point():
@@ -195,11 +189,12 @@ def _check_map(folder: str | Path, settings: dict[str, Any], ids: torch.Tensor, 
     elif ids.min() < 0 or ids.max() >= vocab or ids.unique().shape[0] != ids.shape[0]:
         problem = f"holds an id twice, or one that is not below {vocab}"
     if problem is not None:
-        raise UserError(f"{WHAT} in '{folder}' do not fit: {TOKEN_MAP} {problem}")
+        raise checkpoint.unfit(f"{TOKEN_MAP} {problem}")
 
 
-def _assembled(folder: str | Path, state: State, hidden: int) -> MedusaHeads:
+def _assembled(checkpoint: Checkpoint, hidden: int) -> MedusaHeads:
     """The heads of a checkpoint's tensors. Raises UserError as `load_heads`."""
+    state = checkpoint.state
     count = len({name.split(".")[0] for name in state})
     has_outputs = any(name.endswith(".1.weight") for name in state)
     vocab = state["0.1.weight"].shape[0] if "0.1.weight" in state else None
@@ -209,8 +204,8 @@ def _assembled(folder: str | Path, state: State, hidden: int) -> MedusaHeads:
         if has_outputs:
             expected[f"{i}.1.weight"] = (vocab or 0, hidden)
     if "0.0.linear.weight" in state:
-        check_width(folder, WHAT, state["0.0.linear.weight"].shape[0], hidden)
-    check_tensors(folder, WHAT, state, expected)
+        checkpoint.check_width(state["0.0.linear.weight"].shape[0], hidden)
+    checkpoint.check_tensors(expected)
     heads = MedusaHeads(count, hidden, vocab if has_outputs else None)
     with torch.no_grad():
         for i in range(count):

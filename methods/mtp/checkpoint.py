@@ -12,17 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import Qwen3Config
 
-from methods.common.checkpoints import (
-    WEIGHTS,
-    check_target,
-    config_of,
-    drop_copies,
-    fill,
-    read_checkpoint,
-    ready,
-    unknown_settings,
-    write_checkpoint,
-)
+from methods.common.checkpoints import WEIGHTS, read_checkpoint, ready, unknown_settings, write_checkpoint
 from methods.mtp.model import MtpModel
 from specbench.decoding.state import NORMED
 from specbench.models.devices import name_of
@@ -85,17 +75,19 @@ def load_mtp(folder: str | Path, target: StagedModel, expansion: Expansion | Non
         UserError: a file cannot be read; a key or a shape is missing, unknown or wrong; config.json sets what is not
             supported here; the head was made for another target.
     """
-    settings, state = read_checkpoint(folder, WHAT, FILES)
-    flat = {**settings, **(settings.get(LAYER) or {})}
+    checkpoint = read_checkpoint(folder, WHAT, FILES)
+    flat = checkpoint.settings
+    flat |= flat.get(LAYER) or {}
     if problems := [*_problems(flat)]:
-        raise UserError(f"{WHAT} in '{folder}' cannot be used: config.json {'; '.join(problems)}")
-    check_target(folder, WHAT, flat, target, expansion)
-    drop_copies(folder, WHAT, state, target, expansion)
-    state = {_own_name(name): tensor for name, tensor in state.items()}
+        raise checkpoint.unusable(f"config.json {'; '.join(problems)}")
+    checkpoint.check_target(target, expansion)
+    checkpoint.drop_copies(target, expansion)
+    checkpoint.state = {_own_name(name): tensor for name, tensor in checkpoint.state.items()}
     # Speculators trains on the states in front of the target's final norm.
     reads = flat.get(READS) or (BEFORE if flat.get("speculators_model_type") else NORM)
-    model = MtpModel(_config(folder, flat), NORMED if reads == NORM else len(target.layers))
-    fill(folder, WHAT, model, state)
+    config = checkpoint.config(Qwen3Config, _layer_settings(flat))
+    model = MtpModel(config, NORMED if reads == NORM else len(target.layers))
+    checkpoint.fill(model)
     if expansion is not None:
         model = _expanded(model.float(), target)
     return ready(model, target)
@@ -135,12 +127,11 @@ def _own_name(name: str) -> str:
     return f"{QWEN_NAMES[part]}.{leaf}" if part in QWEN_NAMES else name.removeprefix(QWEN)
 
 
-def _config(folder: str | Path, flat: dict[str, Any]) -> Qwen3Config:
-    """The config of the layer."""
+def _layer_settings(flat: dict[str, Any]) -> dict[str, Any]:
+    """The settings of the layer."""
     names = {*Qwen3Config().to_dict(), "rope_theta", "rope_scaling"} - {"dtype"}
     chosen = {name: value for name, value in flat.items() if name in names and value is not None}
-    fixed = {"num_hidden_layers": 1, "layer_types": ["full_attention"], "use_sliding_window": False}
-    return config_of(folder, WHAT, Qwen3Config, chosen | fixed)
+    return chosen | {"num_hidden_layers": 1, "layer_types": ["full_attention"], "use_sliding_window": False}
 
 
 def _expanded(model: MtpModel, target: StagedModel) -> MtpModel:

@@ -12,10 +12,7 @@ from methods.common.checkpoints import (
     EMBEDDING,
     HEAD,
     WEIGHTS,
-    check_width,
-    config_of,
-    drop_copies,
-    fill,
+    Checkpoint,
     read_checkpoint,
     ready,
     sizes_trained_for,
@@ -35,6 +32,10 @@ def target() -> StagedModel:
     return StagedModel(random_pair("llama").target)
 
 
+def part(state: dict[str, torch.Tensor] | None = None) -> Checkpoint:
+    return Checkpoint("folder", WHAT, {}, {} if state is None else state)
+
+
 def copies() -> dict[str, torch.Tensor]:
     """The target's own, and a tensor beside them."""
     model = target()
@@ -44,8 +45,8 @@ def copies() -> dict[str, torch.Tensor]:
 
 def test_a_folder_of_the_project_is_read_from_wherever_the_command_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    settings, state = read_checkpoint("specbench/tiny/weights/medusa", WHAT, [WEIGHTS])
-    assert settings["medusa_num_heads"] == len({name.split(".")[0] for name in state})
+    found = read_checkpoint("specbench/tiny/weights/medusa", WHAT, [WEIGHTS])
+    assert found.settings["medusa_num_heads"] == len({name.split(".")[0] for name in found.state})
 
 
 def test_whoever_reads_the_settings_of_a_part_reads_its_weights(tmp_path):
@@ -56,18 +57,18 @@ def test_whoever_reads_the_settings_of_a_part_reads_its_weights(tmp_path):
 
 @pytest.mark.parametrize("wrong", [{"hidden_size": "wide"}, {"hidden_size": 7, "num_attention_heads": 2}])
 def test_a_config_of_wrong_values_is_one_line(wrong):
-    with pytest.raises(UserError, match=r"the part in 'there' cannot be used: config\.json: ") as caught:
-        config_of("there", WHAT, LlamaConfig, wrong)
+    with pytest.raises(UserError, match=r"the part in 'folder' cannot be used: config\.json: ") as caught:
+        part().config(LlamaConfig, wrong)
     assert "\n" not in str(caught.value)
-    assert config_of("there", WHAT, LlamaConfig, {"hidden_size": 64}).hidden_size == 64
+    assert part().config(LlamaConfig, {"hidden_size": 64}).hidden_size == 64
 
 
 def test_a_config_without_a_width_is_of_no_known_form():
     """Such as vLLM's for EAGLE-1, which nests the drafter's settings."""
     with pytest.raises(UserError, match=r"config\.json names no hidden_size"):
-        check_width("there", WHAT, None, 32)
+        part().check_width(None, 32)
     with pytest.raises(UserError, match="made for another target"):
-        check_width("there", WHAT, 64, 32)
+        part().check_width(64, 32)
 
 
 def test_what_older_versions_wrote_for_generation_is_no_setting_of_drafting():
@@ -94,32 +95,32 @@ def test_a_part_was_trained_for_the_target_as_it_was_before_it_was_expanded():
 @pytest.mark.parametrize("name", [EMBEDDING, HEAD])
 def test_copies_of_the_targets_weights_are_left_out_once_they_are_compared(name):
     state = copies()
-    drop_copies("folder", WHAT, state, target(), None)
+    part(state).drop_copies(target(), None)
     assert state.keys() == {"fc.weight"}
     changed = copies()
     changed[name][0] += 1
     with pytest.raises(UserError, match=f"'folder' were made for another target: {name} is not"):
-        drop_copies("folder", WHAT, {**changed}, target(), None)
-    drop_copies("folder", WHAT, changed, target(), EXPANSION)  # whose weights are others
+        part({**changed}).drop_copies(target(), None)
+    part(changed).drop_copies(target(), EXPANSION)  # whose weights are others
     assert changed.keys() == {"fc.weight"}
 
 
 def test_a_head_that_is_no_copy_stays():
     state = copies() | {HEAD: torch.ones(3, 64)}
-    drop_copies("folder", WHAT, state, target(), None, [EMBEDDING])
+    part(state).drop_copies(target(), None, [EMBEDDING])
     assert state.keys() == {HEAD, "fc.weight"}
 
 
 def test_a_part_that_is_ready_has_no_gradients_and_packed_products():
     like = SimpleNamespace(device=torch.device("cpu"), dtype=torch.bfloat16)
-    part = ready(torch.nn.Sequential(torch.nn.Linear(4, 3)), like)
-    assert not part.training and isinstance(part[0], PackedLinear)
-    assert all(not weight.requires_grad and weight.dtype == torch.bfloat16 for weight in part.parameters())
+    model = ready(torch.nn.Sequential(torch.nn.Linear(4, 3)), like)
+    assert not model.training and isinstance(model[0], PackedLinear)
+    assert all(not weight.requires_grad and weight.dtype == torch.bfloat16 for weight in model.parameters())
 
 
 def test_every_tensor_that_does_not_fit_is_named():
-    part, state = torch.nn.Linear(4, 3), {"weight": torch.ones(3, 5), "more": torch.ones(1)}
+    model, state = torch.nn.Linear(4, 3), {"weight": torch.ones(3, 5), "more": torch.ones(1)}
     with pytest.raises(UserError, match=r"missing bias; unknown more; weight is \(3, 5\), not \(3, 4\)"):
-        fill("folder", WHAT, part, state)
-    fill("folder", WHAT, part, {"weight": torch.ones(3, 4), "bias": torch.zeros(3)})
-    assert bool((part.weight == 1).all()) and not part.bias.any()
+        part(state).fill(model)
+    part({"weight": torch.ones(3, 4), "bias": torch.zeros(3)}).fill(model)
+    assert bool((model.weight == 1).all()) and not model.bias.any()
