@@ -23,8 +23,8 @@ FAULTS = (
         "only the first turn is looked for",
         "contamination",
         "specbench/data/contamination.py",
-        "for text in (*question.turns, *(question.reference or ())):",
-        "for text in (*question.turns[:1], *(question.reference or ())):",
+        "for text in (*question.texts, *(question.reference or ())):",
+        "for text in (*question.texts[:1], *(question.reference or ())):",
         ("tests/methods/test_rest.py", "tests/data/test_warm_start.py"),
     ),
     Fault(
