@@ -62,7 +62,7 @@ tiny: $(STAMP) ## Train the embedded family again, from nothing, into build/tiny
 	@$(PY) -m methods.family --out $(TINY) $(ARGS)
 
 smollm2: $(STAMP) ## Let SmolLM2-135M write conversations and train every method's parts on them, into build/smollm2-135m; continues where it was stopped [ARGS="tokens=100000 steps=100"]
-	@$(PY) -m methods.parts pair=smollm2-135m $(ARGS)
+	@$(PY) -m specbench parts pair=smollm2-135m $(ARGS)
 
 report: $(STAMP) ## Tables, plots and a page of the run folders in runs/ [RUNS="FOLDER ..."]
 	@$(PY) -m specbench.report $(RUNS) $(ARGS)

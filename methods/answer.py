@@ -1,4 +1,4 @@
-"""Lets the target answer prompts, as text to train on: `python -m methods.answer pair=... conversations=FILE`.
+"""Lets the target answer prompts, as text to train on: `specbench answer pair=... conversations=FILE`.
 
 A draft model learns to agree with a target best from the target's own answers (DistillSpec, Zhou et al. 2023), habits
 and faults included. Every turn of a conversation is answered anew, after the target's own earlier answers. The result
@@ -8,7 +8,6 @@ is a JSON Lines file that each trainer takes as `conversations=`; a stopped run 
 from __future__ import annotations
 
 import json
-import sys
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -144,7 +143,3 @@ def write(cfg: DictConfig, out: Path, done: int) -> None:
 
 
 main = program("answer", answer)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

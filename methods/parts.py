@@ -1,4 +1,4 @@
-"""Makes what every method needs for one target: `python -m methods.parts pair=smollm2-135m`.
+"""Makes what every method needs for one target: `specbench parts pair=smollm2-135m`.
 
 The target writes conversations, its states of them are stored, and every part learns from these, for the same number of
 tokens: a table then compares methods, not training sets. A step whose result exists is skipped; a stopped step
@@ -8,7 +8,6 @@ continues where it was stopped.
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -197,7 +196,3 @@ def make(cfg: DictConfig) -> None:
 
 
 main = program("parts", make)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""A target's states of conversations, computed once and stored on disk: `python -m methods.states taps=[...]`.
+"""A target's states of conversations, computed once and stored on disk: `specbench states taps=[...]`.
 
 Trainers that get the folder as `states=FOLDER` read rows, weights and states from it, so an epoch costs only the
 trained part, not a pass of the target. The folder holds flat files, to which rows are appended: a stopped command
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import shlex
-import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import islice
 from math import inf
@@ -437,7 +436,3 @@ def batches_of_states(
 
 
 main = program("states", write)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

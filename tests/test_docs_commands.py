@@ -44,14 +44,6 @@ COMPOSED = {
     "serve": "serve",
     "doctor": "bench",
 }
-MODULES = {  # python -m MODULE: the configuration that it composes
-    "specbench.commands.run": "bench",
-    "specbench.commands.tune": "tune",
-    "methods.answer": "answer",
-    "methods.parts": "parts",
-    "methods.vocab_trim.calibrate": "calibrate_vocab",
-    **{f"methods.{name}.train": f"train_{name}" for name in cli.trainers()},
-}
 
 
 def commands(text: str) -> Iterator[list[str]]:
@@ -91,8 +83,8 @@ def composed_by(words: list[str]) -> tuple[str, list[str]] | None:
     if "-m" not in words:
         return None
     module, *rest = words[words.index("-m") + 1 :]
-    if module in MODULES:
-        return MODULES[module], [word for word in rest if word != "-m"]
+    if module == "specbench":
+        return of_console([word for word in rest if word != "-m"])
     if importlib.util.find_spec(module) is None:
         raise UserError(f"no such module: {module}")
     return None
@@ -246,7 +238,7 @@ def test_the_versions_of_python_are_the_same_everywhere():
         "specbench trian sps",
         "specbench train falcon",
         "python -m specbench.benhc method=sps",
-        "python -m methods.sps.train laers=3",
+        "python -m specbench train sps laers=3",
         "specbench run method=pld vocab=trim",
     ],
 )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
-import runpy
 import sys
 import threading
 import time
@@ -67,7 +67,7 @@ def is_done(step: Step) -> bool:
 
 
 def _as_a_program(command: Sequence[str], log: Path, threads: int) -> None:
-    """Runs a module with arguments as `python -m` does, in this process, with all output in a log."""
+    """Calls the `main` of a module in this process, with arguments and with all output in a log."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     with log.open("a", encoding="utf-8") as file:
         for stream in (1, 2):
@@ -75,7 +75,7 @@ def _as_a_program(command: Sequence[str], log: Path, threads: int) -> None:
     torch.set_num_threads(threads)
     module, *arguments = command
     sys.argv = [module, *arguments]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    sys.exit(importlib.import_module(module).main())
 
 
 def _end_with_parent() -> None:

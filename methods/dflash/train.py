@@ -1,4 +1,4 @@
-"""Trains the drafting model of DFlash, DSpark or DFlash2: `python -m methods.dflash.train pair=... [head=markov]`.
+"""Trains the drafting model of DFlash, DSpark or DFlash2: `specbench train dflash pair=... [head=markov]`.
 
 Blocks begin at tokens of a text that the assistant says, drawn anew for each batch. Each holds that token and masks; it
 sees the target's states of what is in front of it, and itself. Place j is judged against the target's own distribution
@@ -13,7 +13,6 @@ it is not among them, it takes the place of the least likely one (speculators' t
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -347,7 +346,3 @@ def train(cfg: DictConfig) -> Path:
 
 
 main = program("train_dflash", train)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

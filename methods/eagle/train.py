@@ -1,4 +1,4 @@
-"""Trains EAGLE-1's drafting model: `python -m methods.eagle.train pair=... [conversations=FILE] [out=FOLDER]`.
+"""Trains EAGLE-1's drafting model: `specbench train eagle pair=... [conversations=FILE] [out=FOLDER]`.
 
 The loss is the authors': the distance of the estimated state to the target's (smooth L1), and a tenth of the
 cross-entropy against the target's own distribution (EAGLE-1, section 4.2), with noise on the states that go in. Unlike
@@ -10,7 +10,6 @@ right tokens: the most frequent paths. EAGLE-2 uses the same model.
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
@@ -162,7 +161,3 @@ def train(cfg: DictConfig) -> Path:
 
 
 main = program("train_eagle", train)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Trains EAGLE-3's drafting model: `python -m methods.eagle3.train pair=... [conversations=FILE] [out=FOLDER]`.
+"""Trains EAGLE-3's drafting model: `specbench train eagle3 pair=... [conversations=FILE] [out=FOLDER]`.
 
 Training-time test (`methods.eagle.steps`) of `draft_steps` steps over the draft vocabulary, with 0.8^j as the weight of
 step j. Unlike in the authors' script the loss counts the tokens that the assistant says by the token that is guessed,
@@ -7,7 +7,6 @@ and the head begins as the target's.
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Iterable
 from functools import partial
@@ -197,7 +196,3 @@ def train(cfg: DictConfig) -> Path:
 
 
 main = program("train_eagle3", train)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Trains the heads of Hydra and Hydra++: `python -m methods.hydra_heads.train pair=... [conversations=FILE]`.
+"""Trains the heads of Hydra and Hydra++: `specbench train hydra_heads pair=... [conversations=FILE]`.
 
 Cross-entropy of each head against the target's own distribution of the token that it guesses, given the true tokens in
 between; all heads weigh the same (the authors' recipe for Hydra++). Unlike in the authors' script the loss counts the
@@ -10,7 +10,6 @@ of the ranks at which the heads, given the true tokens in between, had the right
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -146,7 +145,3 @@ def train(cfg: DictConfig) -> Path:
 
 
 main = program("train_hydra_heads", train)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Trains a Kangaroo adapter: `python -m methods.kangaroo.train pair=... [conversations=FILE] [out=FOLDER]`.
+"""Trains a Kangaroo adapter: `specbench train kangaroo pair=... [conversations=FILE] [out=FOLDER]`.
 
 Soft cross-entropy against the target's own next-token distribution, adapter parameters only (paper, section 4.1).
 Three things differ from the authors' script, where they are faults: the loss counts position t when token t + 1 is the
@@ -8,7 +8,6 @@ ones.
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -132,7 +131,3 @@ def train(cfg: DictConfig) -> Path:
 
 
 main = program("train_kangaroo", train)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

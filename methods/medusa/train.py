@@ -1,4 +1,4 @@
-"""Trains Medusa-1's heads: `python -m methods.medusa.train pair=... [conversations=FILE] [out=FOLDER]`.
+"""Trains Medusa-1's heads: `specbench train medusa pair=... [conversations=FILE] [out=FOLDER]`.
 
 Cross-entropy of each head against the target's own distribution of the token that it guesses; head i weighs 0.8^i (Cai
 et al. 2024, section 2.2.1). Unlike in the authors' script the loss counts the tokens that the assistant says by the
@@ -8,7 +8,6 @@ a tree is made of the ranks at which the heads had the right tokens: the most fr
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -68,7 +67,3 @@ def train(cfg: DictConfig) -> Path:
 
 
 main = program("train_medusa", train)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

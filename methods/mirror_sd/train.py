@@ -1,4 +1,4 @@
-"""Trains a draft model to stream: `python -m methods.mirror_sd.train pair=... [draft=MODEL streams=2]`.
+"""Trains a draft model to stream: `specbench train mirror_sd pair=... [draft=MODEL streams=2]`.
 
 Speculative Streaming (Bhendawade et al. 2024, section 3): beside the next token each position also predicts the tokens
 further on, from stream states; loss = main + `stream_weight` * sum of the streams' (future n-grams). The main loss is
@@ -10,7 +10,6 @@ draft model like any other, with the streams' embeddings beside it in streams.sa
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -142,7 +141,3 @@ def train(cfg: DictConfig) -> Path:
 
 
 main = program("train_mirror_sd", train)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Trains an MTP head: `python -m methods.mtp.train pair=... [conversations=FILE] [out=FOLDER]`.
+"""Trains an MTP head: `specbench train mtp pair=... [conversations=FILE] [out=FOLDER]`.
 
 Training on chained steps (`methods.eagle.steps`), as FastMTP does it (arXiv 2509.18362): `draft_steps` steps of one
 layer, step j weighed by decay^j. Unlike there the target's own distribution is what is learnt, not the text, and the
@@ -7,7 +7,6 @@ head begins as the best linear estimate of the next state, with a silent layer.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -78,7 +77,3 @@ def train(cfg: DictConfig) -> Path:
 
 
 main = program("train_mtp", train)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Tunes a draft model to fill masks: `python -m methods.pard.train pair=... [draft=MODEL layers=[0,1]]`.
+"""Tunes a draft model to fill masks: `specbench train pard pair=... [draft=MODEL layers=[0,1]]`.
 
 Of a row of tokens, place t with j masks after it gives token t + 1 + j. All are learned in one pass over the row and
 the masks of its places, where a mask sees the tokens up to its place and the masks before it there (section 3.2). Not
@@ -7,7 +7,6 @@ every place keeps every mask: of each further one only a share does, and those h
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -137,7 +136,3 @@ def train(cfg: DictConfig) -> Path:
 
 
 main = program("train_pard", train)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Trains P-EAGLE's drafting model: `python -m methods.peagle.train pair=... [conversations=FILE] [out=FOLDER]`.
+"""Trains P-EAGLE's drafting model: `specbench train peagle pair=... [conversations=FILE] [out=FOLDER]`.
 
 Of a text, pair t with j masks after it guesses token t + 2 + j. All are learnt in one pass (`methods.common.
 masked_places`), against the target's own distribution over the draft vocabulary, each number of masks alike. What a
@@ -7,7 +7,6 @@ mask has in place of a state is learnt, too. Unlike in the authors' code the emb
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -140,7 +139,3 @@ def train(cfg: DictConfig) -> Path:
 
 
 main = program("train_peagle", train)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -6,7 +6,6 @@ it, are left out: a datastore that knows the answers measures nothing.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -70,7 +69,3 @@ def train(cfg: DictConfig) -> Path:
 
 
 main = program("train_rest", train)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

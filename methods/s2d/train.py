@@ -1,4 +1,4 @@
-"""Trains a sorted draft model: `python -m methods.s2d.train pair=... [layers=12 exits=[6,9,12]]`.
+"""Trains a sorted draft model: `specbench train s2d pair=... [layers=12 exits=[6,9,12]]`.
 
 SoFT (Kavehzadeh et al. 2024, from the authors' code): the draft model is cut from the target's first layers, with its
 embeddings, final norm and head; every step trains all exits at once, with the mean of their cross-entropies on the text
@@ -9,7 +9,6 @@ not 0, and the warm-up takes 5 % of the steps, not 4 %.
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -90,7 +89,3 @@ def train(cfg: DictConfig) -> Path:
 
 
 main = program("train_s2d", train)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Trains a plain draft model by distillation: `python -m methods.sps.train pair=... [draft=MODEL layers=[0,1]]`.
+"""Trains a plain draft model by distillation: `specbench train sps pair=... [draft=MODEL layers=[0,1]]`.
 
 The draft model learns the target's own next-token distribution (soft cross-entropy) on conversations. It begins as the
 pair's draft model, as another one of the same vocabulary (`draft=`), or as some of the target's layers (`layers=`).
@@ -6,7 +6,6 @@ pair's draft model, as another one of the same vocabulary (`draft=`), or as some
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -75,7 +74,3 @@ def train(cfg: DictConfig) -> Path:
 
 
 main = program("train_sps", train)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -35,7 +35,7 @@ class DraftModelTree(SpeculativeSampling):
 
     Args:
         pair: with a draft model.
-        tree: folder of a counted tree, which `methods.sps_tree.train` makes.
+        tree: folder of a counted tree, which `specbench train sps_tree` makes.
         max_draft_tokens: most levels of the tree, each of which costs a pass; None: all.
         nodes: most nodes of these levels, of a counted tree the most frequently correct ones; None: all.
         shape: children of each node, level by level, in place of the counted tree. None

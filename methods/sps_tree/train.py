@@ -1,4 +1,4 @@
-"""Counts the best tree for a pair: `python -m methods.sps_tree.train pair=... [conversations=FILE nodes=64]`.
+"""Counts the best tree for a pair: `specbench train sps_tree pair=... [conversations=FILE nodes=64]`.
 
 The target answers prompts. After every token of its answers the ranks of the tokens that follow are looked up in the
 draft model's distributions, each given the target's own tokens before it. These ranks are the one path of a tree that
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -125,7 +124,3 @@ def train(cfg: DictConfig) -> Path:
 
 
 main = program("train_sps_tree", train)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

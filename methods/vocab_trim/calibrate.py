@@ -1,4 +1,4 @@
-"""Counts tokens for a trimmed draft head: `python -m methods.vocab_trim.calibrate pair=... source=target_generated`.
+"""Counts tokens for a trimmed draft head: `specbench calibrate pair=... source=target_generated`.
 
 Three sources (VocabTrim, Goel et al. 2025; FR-Spec, Zhao et al. 2025): `raw_text`, what the assistant says in given
 conversations; `draft_generated` and `target_generated`, what the pair's draft model or target answers to the same
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -108,7 +107,3 @@ def calibrate(cfg: DictConfig) -> Path:
 
 
 main = program("calibrate_vocab", calibrate)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

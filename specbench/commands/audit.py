@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -181,7 +180,3 @@ def _departures(arms: list[Arm]) -> list[str]:
 
 USAGE = "specbench audit FILE pair=NAME [plain=FILE key=value ...]"
 main = program("audit", audit, resumes=False, named=("answers", USAGE))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

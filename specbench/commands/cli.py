@@ -1,4 +1,4 @@
-"""The console command: `specbench COMMAND ...`. Each command is a module that `python -m` runs, too."""
+"""The console command: `specbench COMMAND ...`. Each command is a module with a `main`."""
 
 from __future__ import annotations
 

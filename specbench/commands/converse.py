@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -401,7 +400,3 @@ def write(cfg: DictConfig, kinds: list[Kind], filters: Filters, output: Output) 
 
 
 main = program("converse", converse)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

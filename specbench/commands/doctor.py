@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -65,7 +64,3 @@ def _in_words(base: Counts) -> str:
 
 
 main = program("bench", examine, resumes=False)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

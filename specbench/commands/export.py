@@ -88,7 +88,3 @@ def main() -> int:
     # An exported part accepts every key of a run, exported models only those of the pair.
     config = "export_part" if f"form={quoted(PART)}" in sys.argv else "export"
     return with_hydra(config, one_line_errors(stops=False)(export))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -6,7 +6,6 @@ that will have no network, and for a cluster whose jobs would begin by waiting f
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING
 
 from specbench.config.checks import check_sources
@@ -37,7 +36,3 @@ def fetch(cfg: DictConfig) -> None:
 
 USAGE = "specbench fetch PAIR [key=value ...], such as specbench fetch smollm2-135m"
 main = program("fetch", fetch, named=("pair", USAGE))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 from bisect import bisect_right
 from collections.abc import Sequence
 from pathlib import Path
@@ -139,7 +138,3 @@ def _turn(texts: Sequence[str], number: int) -> str:
 
 
 main = program("lengthen", lengthen, resumes=False)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -6,7 +6,6 @@ token ids.
 
 from __future__ import annotations
 
-import sys
 from contextlib import closing
 from typing import TYPE_CHECKING, Annotated
 
@@ -54,7 +53,3 @@ def serve(cfg: DictConfig) -> None:
 
 
 main = program("serve", serve, resumes=False)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 import shlex
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -269,7 +268,3 @@ def report(study: Any, folder: Path, overrides: list[str], began_with_own: bool)
 
 
 main = program("tune", tune)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

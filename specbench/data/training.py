@@ -1,6 +1,6 @@
 """One loop for everything that is trained here: the embedded targets, draft models, trained parts of methods.
 
-Several GPUs: `accelerate launch -m methods.<method>.train ...`; each process then reads its own share of the batches.
+Several GPUs: `accelerate launch -m specbench train NAME ...`; each process then reads its own share of the batches.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def served(*words: str):
     """The URL of a method that is served by a process of its own."""
     port = free_port()
     process = subprocess.Popen(
-        [sys.executable, "-m", "specbench.commands.serve", "pair=tiny", "threads=1", f"port={port}", *words]
+        [sys.executable, "-m", "specbench", "serve", "pair=tiny", "threads=1", f"port={port}", *words]
     )
     try:
         url = f"http://127.0.0.1:{port}"

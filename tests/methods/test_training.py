@@ -203,7 +203,7 @@ def test_two_processes_train_like_one_with_twice_the_batches(workplace, tmp_path
     kangaroo_train.train(training_settings("train_kangaroo", workplace, alone, "accumulate=2", *shared))
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     arguments = training_overrides(workplace, together, "accumulate=1", *shared)
-    command = [*launch, "-m", "methods.kangaroo.train", *arguments]
+    command = [*launch, "-m", "specbench", "train", "kangaroo", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-2000:]
     assert [row["step"] for row in log(alone)] == [row["step"] for row in log(together)] == [3, 6]

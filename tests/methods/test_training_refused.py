@@ -161,7 +161,7 @@ def test_a_layer_that_an_adapter_cannot_begin_like_is_one_line(workplace, tmp_pa
 @pytest.mark.process
 def test_a_trainer_tells_in_one_line(workplace, tmp_path):
     arguments = training_overrides(workplace, tmp_path / "out", "steps=0")
-    command = [sys.executable, "-m", "methods.kangaroo.train", *arguments]
+    command = [sys.executable, "-m", "specbench", "train", "kangaroo", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=ROOT)
     assert done.returncode == 2
     assert says(done.stderr, "error: steps ... 1 ... 0") and done.stderr.count("\n") == 1

@@ -83,7 +83,7 @@ def test_sigterm_ends_a_trainer_as_ctrl_c_does(workplace, tmp_path):
     """With a line and its exit code, and no folder of its own is left."""
     out, scratch = tmp_path / "out", make_folder(tmp_path / "scratch")
     arguments = training_overrides(workplace, out, "steps=100000", "save_every=200")
-    command = [sys.executable, "-m", "methods.kangaroo.train", *arguments]
+    command = [sys.executable, "-m", "specbench", "train", "kangaroo", *arguments]
     env = os.environ | {"TMPDIR": str(scratch)}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=env) as child:
         try:
