@@ -8,22 +8,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from methods.common.losses import ALL, CHUNK, Guess, Head, Loss, first_choices, teacher_of
+from methods.common.losses import ALL, CHUNK, Guess, Head, Loss, choices_ahead, teacher_of
 from methods.common.rank_trees import best_tree, counted_paths, ranks_in
-from methods.common.training import (
-    batches_on,
-    before_answers,
-    finals_of,
-    held_out_figures,
-    train_part,
-)
+from methods.common.training import batches_on, finals_of, held_out_figures, train_part
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -97,13 +90,9 @@ class HeadDistillation(Guesses):
 
     def choices(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """First choices [K, n] of the heads and of the target, at positions that K more assistant tokens follow."""
-        finals, k = finals_of(self.target, batch), self.count
-        among = before_answers(batch, k)
-        n = among.shape[1]
-        states = self.states(batch, finals)
-        student = [first_choices(partial(self.logits, i=i), states[i][:, :n][among]) for i in range(k)]
-        teacher = [first_choices(self.head, finals[:, 1 + i : 1 + i + n][among]) for i in range(k)]
-        return torch.stack(student), torch.stack(teacher)
+        finals = finals_of(self.target, batch)
+        heads = [self.output(i) for i in range(self.count)]
+        return choices_ahead(batch, self.states(batch, finals), heads, finals, self.head)
 
     @torch.no_grad()
     def rank_paths(self, batch: Batch) -> Counter[tuple[int, ...]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import log
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -230,6 +230,37 @@ ALL = Loss()
 def first_choices(head: Callable[[torch.Tensor], torch.Tensor], states: torch.Tensor) -> torch.Tensor:
     """States [n, d] -> the likeliest token or row [n] of each, by a head."""
     return torch.cat([head(chunk).argmax(-1) for chunk in states.split(CHUNK)])
+
+
+def choices_ahead(
+    batch: Batch,
+    states: Iterable[torch.Tensor],
+    heads: Sequence[Callable[[torch.Tensor], torch.Tensor]],
+    finals: torch.Tensor,
+    target_head: Head,
+    places: torch.Tensor | None = None,
+    ahead: int = 2,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """First choices [k, n] of k guesses and of the target, at places whose k guessed tokens are all the assistant's.
+
+    Args:
+        batch: of B rows of T tokens.
+        states: of each guess [B, P or more, d]; guess i at a place is of the token `ahead` + i further on.
+        heads: of each guess: states [n, d] -> logits [n, vocab].
+        finals: [B, T, D] the target's states after its final norm.
+        target_head: for these.
+        places: [P] in the rows; None: all that the guessed tokens follow.
+        ahead: see `states`.
+    """
+    k = len(heads)
+    if places is None:
+        places = torch.arange(finals.shape[1] - ahead - k + 1, device=finals.device)
+    is_assistant, goals = batch["loss_weight"] == 1.0, [places + ahead + i for i in range(k)]
+    among = torch.stack([is_assistant[:, goal] for goal in goals]).all(0)
+    guesses = zip(heads, states, strict=True)
+    student = [first_choices(head, guess[:, : len(places)][among]) for head, guess in guesses]
+    teacher = [first_choices(target_head, finals[:, goal - 1][among]) for goal in goals]
+    return torch.stack(student), torch.stack(teacher)
 
 
 def sampled(

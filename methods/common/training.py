@@ -340,13 +340,6 @@ def predicting(states: torch.Tensor, batch: Batch, weight: float | None = None) 
     return states[:, :-1][weights > 0 if weight is None else weights == weight]
 
 
-def before_answers(batch: Batch, count: int) -> torch.Tensor:
-    """[B, T - 1 - count] whether, after each position, the `count` tokens beyond the next are the assistant's."""
-    is_assistant = batch["loss_weight"] == 1.0
-    n = is_assistant.shape[1] - 1 - count
-    return torch.stack([is_assistant[:, 2 + j : 2 + j + n] for j in range(count)]).all(0)
-
-
 def target_states(target: StagedModel, batch: Batch, taps: Iterable[int]) -> dict[int, torch.Tensor]:
     """The target's states [B, T, d] of each tap, as in `Drafter`: from the batch if it holds any, or computed.
 

@@ -19,11 +19,11 @@ from methods.common.losses import (
     Goals,
     Head,
     Loss,
+    choices_ahead,
     cross_entropies,
-    first_choices,
     teacher_of,
 )
-from methods.common.training import agreements, before_answers, target_states
+from methods.common.training import agreements, target_states
 from methods.eagle.chain import chained
 from specbench.decoding.state import NORMED
 
@@ -110,14 +110,6 @@ class StepDistillation(torch.nn.Module):
         """The target's distributions over the rows of the logits, and which of them [n] count."""
         return truth, torch.ones(len(truth.probs), device=truth.probs.device)
 
-    def guesses(self, states: torch.Tensor) -> torch.Tensor:
-        """Outputs [n, d] -> the likeliest token [n] of each."""
-        return self.ids(first_choices(self.logits, states))
-
-    def choices(self, finals: torch.Tensor) -> torch.Tensor:
-        """The target's states [B, T, D] after its final norm -> its likeliest token [B, T] of each."""
-        return first_choices(self.head, finals.flatten(0, 1)).view(finals.shape[:2])
-
     @torch.no_grad()
     def hits(self, batch: Batch) -> torch.Tensor:
         """[steps, n] whether the draft's and the target's first choices agree.
@@ -125,15 +117,8 @@ class StepDistillation(torch.nn.Module):
         At the n positions at which the `steps` tokens beyond the next one are the assistant's.
         """
         outputs, finals = self.outputs(batch)
-        choices = self.choices(finals)
-        among = before_answers(batch, self.steps)
-        n = among.shape[1]
-        return torch.stack(
-            [
-                self.guesses(output[:, :n][among]) == choices[:, 1 + j : 1 + j + n][among]
-                for j, output in enumerate(outputs)
-            ]
-        )
+        rows, teacher = choices_ahead(batch, outputs, [self.logits] * self.steps, finals, self.head)
+        return self.ids(rows) == teacher
 
     def figures(self, batches: Iterable[Batch]) -> dict[str, float]:
         """Returns figures of held-out text: agreement by step, and the mean number of steps in a row that agree."""

@@ -22,11 +22,10 @@ from torch.nn.functional import smooth_l1_loss
 from methods.common.checkpoints import layer_sizes
 from methods.common.head_training import Guesses, count_ranks, train_heads
 from methods.common.initialisation import least_squares, silence, some_of
-from methods.common.losses import ALL, Guess, Loss, first_choices, teacher_of
+from methods.common.losses import ALL, Guess, Loss, choices_ahead, teacher_of
 from methods.common.training import (
     SETTINGS,
     batches_on,
-    before_answers,
     finals_of,
     predicting,
     target_pair,
@@ -123,12 +122,9 @@ class Distillation(Guesses):
     def choices(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """First choices [AGREEMENTS, n] of chained steps and of the target, if as many assistant tokens follow."""
         features, embeds, goals = pairs_of(self.target, batch)
-        among = before_answers(batch, AGREEMENTS)
-        n = among.shape[1]
         steps = chained(self.model, features, embeds, AGREEMENTS)
-        student = [first_choices(self.head, out[:, :n][among]) for out in steps]
-        teacher = [first_choices(self.head, goals[:, j : j + n][among]) for j in range(AGREEMENTS)]
-        return torch.stack(student), torch.stack(teacher)
+        finals = torch.cat([features[:, :1], goals], dim=1)
+        return choices_ahead(batch, steps, [self.head] * AGREEMENTS, finals, self.head)
 
     @torch.no_grad()
     def rank_paths(self, batch: Batch) -> Counter[tuple[int, ...]]:

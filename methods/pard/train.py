@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from methods.common.losses import Guess, Head, Loss, first_choices, teacher_of
+from methods.common.losses import Guess, Head, Loss, choices_ahead, teacher_of
 from methods.common.masked_places import JUDGED, MASKED_SETTINGS, Places, places_by_masks, shares_of
 from methods.common.training import (
     DRAFT_SETTINGS,
@@ -110,14 +110,9 @@ class ParallelDistillation(torch.nn.Module):
         length, k = batch["input_ids"].shape[1], self.ahead
         every = torch.arange(length, device=batch["input_ids"].device)
         places = every[: length - k : JUDGED]
-        states = self.states(batch, [every, *[places] * (k - 1)])
-        finals = finals_of(self.target, batch)
-        is_assistant = batch["loss_weight"] == 1.0
-        among = torch.stack([is_assistant[:, places + 1 + j] for j in range(k)]).all(0)
-        draft_head, target_head = self.heads
-        student = [first_choices(draft_head, of[:, places][among]) for of in states]
-        truth = [first_choices(target_head, finals[:, places + j][among]) for j in range(k)]
-        return torch.stack(student), torch.stack(truth)
+        states = [of[:, places] for of in self.states(batch, [every, *[places] * (k - 1)])]
+        (draft_head, target_head), finals = self.heads, finals_of(self.target, batch)
+        return choices_ahead(batch, states, [draft_head] * k, finals, target_head, places, ahead=1)
 
 
 @trainer(DRAFT_SETTINGS | MASKED_SETTINGS)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from methods.common.losses import ALL, Goals, Loss, teacher_of
+from methods.common.losses import ALL, Goals, Loss, choices_ahead, teacher_of
 from methods.common.masked_places import JUDGED, MASKED_SETTINGS, Places, places_by_masks, shares_of
 from methods.common.training import (
     SETTINGS,
@@ -107,11 +107,8 @@ class MaskDistillation(TrainingTimeTest):
         some = places[: length - 1 - k : JUDGED]
         outputs, finals = self.filled(batch, [places, *[some] * (k - 1)])
         outputs[0] = outputs[0][:, some]
-        choices, is_assistant = self.choices(finals), batch["loss_weight"] == 1.0
-        among = torch.stack([is_assistant[:, some + 2 + j] for j in range(k)]).all(0)
-        student = [self.guesses(output[among]) for output in outputs]
-        truth = [choices[:, some + 1 + j][among] for j in range(k)]
-        return torch.stack(student), torch.stack(truth)
+        rows, truth = choices_ahead(batch, outputs, [self.logits] * k, finals, self.head, some)
+        return self.ids(rows), truth
 
 
 @torch.no_grad()
