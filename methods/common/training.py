@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 import torch
 from omegaconf import DictConfig, OmegaConf
 
+from methods.common.losses import Guess, Head, Loss, first_choices, teacher_of
 from methods.states import (
     FINALS,
     HIDDEN,
@@ -363,6 +364,37 @@ def target_states(target: StagedModel, batch: Batch, taps: Iterable[int]) -> dic
 def finals_of(target: StagedModel, batch: Batch) -> torch.Tensor:
     """The target's states [B, T, d] after its final norm, as `target_states`."""
     return target_states(target, batch, (NORMED,))[NORMED]
+
+
+class NextToken(torch.nn.Module):
+    """batch -> cross-entropy of a student's next tokens against the frozen target.
+
+    Args:
+        head: the student's.
+        target: frozen.
+        loss: what of a batch is judged.
+    """
+
+    def __init__(self, head: Head, target: StagedModel, loss: Loss):
+        super().__init__()
+        self.target, self.loss = target, loss
+        self.heads = (head, Head.of(target.model))
+
+    def finals(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """States for the heads: the student's [B, T, d] and the target's [B, T, D]."""
+        raise NotImplementedError
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """The weighted sum [] of the cross-entropies of a batch."""
+        (student, teacher), (head, target_head) = self.finals(batch), self.heads
+        truth = teacher_of(batch, target_head, teacher)
+        return self.loss(batch, self.loss.goals(batch), [Guess(1.0, student, head)], truth)
+
+    def choices(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """First choices [n] of student and target before each assistant token."""
+        both = zip(self.heads, self.finals(batch))
+        student, teacher = (first_choices(head, predicting(states, batch, 1.0)) for head, states in both)
+        return student, teacher
 
 
 @torch.no_grad()

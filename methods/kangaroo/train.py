@@ -16,12 +16,12 @@ import torch
 
 from methods.common.checkpoints import attention_sizes
 from methods.common.initialisation import begin_like, scale_of
-from methods.common.losses import ALL, Guess, Head, Loss, first_choices, teacher_of
+from methods.common.losses import ALL, Head, Loss
 from methods.common.training import (
     SETTINGS,
+    NextToken,
     check_like_layer,
     held_out_figures,
-    predicting,
     target_pair,
     target_states,
     train_part,
@@ -72,37 +72,21 @@ def fresh_adapter(target: StagedModel, like_layer: int) -> tuple[Adapter, bool]:
     return adapter, is_like
 
 
-class Distillation(torch.nn.Module):
+class Distillation(NextToken):
     """batch -> cross-entropy of an adapter against the frozen target."""
 
     def __init__(self, adapter: Adapter, target: StagedModel, exit_layer: int, loss: Loss = ALL):
-        super().__init__()
-        self.adapter, self.target, self.exit_layer = adapter, target, exit_layer
-        self.loss, self.head = loss, Head.of(target.model)
+        super().__init__(Head.of(target.model), target, loss)
+        self.adapter, self.exit_layer = adapter, exit_layer
 
-    def forward(self, batch: Batch) -> torch.Tensor:
-        """The weighted sum [] of the cross-entropies of a batch."""
-        adapted, finals = self.states(batch)
-        return self.loss(
-            batch,
-            self.loss.goals(batch),
-            [Guess(1.0, adapted, self.head)],
-            teacher_of(batch, self.head, finals),
-        )
-
-    def states(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """States [B, T, d] for the head: the adapter's, and the target's own after its final norm."""
+    def finals(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """As in `NextToken`; the adapter's states are for the target's head, too."""
         states_by_tap = target_states(self.target, batch, (self.exit_layer, NORMED))
         exits = states_by_tap[self.exit_layer].to(self.adapter.norm.weight.dtype)
         positions = torch.arange(exits.shape[1], device=exits.device).unsqueeze(0)
         with torch.no_grad():
             rope = self.adapter.rope(positions, exits)
         return self.adapter(exits, position_embeddings=rope), states_by_tap[NORMED]
-
-    def choices(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """First choices [n] of adapter and target before each assistant token."""
-        student, teacher = (first_choices(self.head, predicting(s, batch, 1.0)) for s in self.states(batch))
-        return student, teacher
 
 
 @trainer(SETTINGS | {"exit_layer": Count, "like_layer": Natural | None})

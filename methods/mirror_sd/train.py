@@ -18,12 +18,12 @@ import torch
 from methods.common.losses import ALL, Goals, Guess, Head, Loss, first_choices, teacher_of, text_of
 from methods.common.training import (
     DRAFT_SETTINGS,
+    NextToken,
     agreement,
     check_length,
     check_window,
     finals_of,
     pair_to_train,
-    predicting,
     train_draft,
     trainer,
 )
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from specbench.decoding.model.staged_model import StagedModel
 
 
-class Streaming(torch.nn.Module):
+class Streaming(NextToken):
     """batch -> weighted sum of the cross-entropies of the next token and of the `streams` tokens after it."""
 
     def __init__(
@@ -51,32 +51,26 @@ class Streaming(torch.nn.Module):
         stream_weight: float,
         loss: Loss = ALL,
     ):
-        super().__init__()
-        self.model, self.target = model, target
-        self.stream_weight, self.loss = stream_weight, loss
-        self._head, self._target_head = Head.of(model), Head.of(target.model)
+        super().__init__(Head.of(model), target, loss)
+        self.model, self.stream_weight = model, stream_weight
         embeddings: Any = model.get_input_embeddings()
         width = embeddings.weight.shape[1]
         self.streams = torch.nn.Parameter(0.02 * torch.randn(streams, width, device=model.device))
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """The weighted sum [] of the cross-entropies of a batch."""
-        states = self.states(batch["input_ids"])
+        states, (head, target_head) = self.states(batch["input_ids"]), self.heads
         goals = self.loss.goals(batch, ahead=states.shape[2])
         next_token, *others = (
-            Guess(self.stream_weight if j else 1.0, states[:, :, j], self._head, 1 + j)
+            Guess(self.stream_weight if j else 1.0, states[:, :, j], head, 1 + j)
             for j in range(states.shape[2])
         )
-        truth = teacher_of(batch, self._target_head, finals_of(self.target, batch))
+        truth = teacher_of(batch, target_head, finals_of(self.target, batch))
         return self.loss(batch, goals, [next_token], truth) + self.loss(batch, goals, others, text_of(batch))
 
-    def choices(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """First choices [n] of the main stream and of the target before each assistant token."""
-        student, teacher = self.states(batch["input_ids"])[:, :, 0], finals_of(self.target, batch)
-        return (
-            first_choices(self._head, predicting(student, batch, 1.0)),
-            first_choices(self._target_head, predicting(teacher, batch, 1.0)),
-        )
+    def finals(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """As in `NextToken`; the student's are those of the main stream."""
+        return self.states(batch["input_ids"])[:, :, 0], finals_of(self.target, batch)
 
     def states(self, ids: torch.Tensor) -> torch.Tensor:
         """Token ids [B, T] -> final states [B, T, 1 + s, d] of each position and its streams."""
@@ -112,7 +106,7 @@ class Streaming(torch.nn.Module):
         batch = batch | {"loss_weight": (batch["loss_weight"] == 1).float()}
         for j in range(states.shape[2]):
             goals = Goals.of(batch, None, 1 + j)
-            chosen = first_choices(self._head, goals.before(states[:, :, j], 1 + j))
+            chosen = first_choices(self.heads[0], goals.before(states[:, :, j], 1 + j))
             true_tokens = batch["input_ids"][goals.batch_index, goals.positions]
             counts.append(torch.tensor([(chosen == true_tokens).sum(), len(true_tokens)]))
         return torch.stack(counts)

@@ -9,15 +9,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
-from methods.common.losses import ALL, Guess, Head, Loss, first_choices, teacher_of
+from methods.common.losses import ALL, Head, Loss
 from methods.common.training import (
     DRAFT_SETTINGS,
+    NextToken,
     finals_of,
     held_out_figures,
     pair_to_train,
-    predicting,
     train_draft,
     trainer,
 )
@@ -25,6 +23,7 @@ from specbench.config.compose import program
 from specbench.models.pairs import draft_of
 
 if TYPE_CHECKING:
+    import torch
     from omegaconf import DictConfig
     from transformers import PreTrainedModel
 
@@ -32,35 +31,17 @@ if TYPE_CHECKING:
     from specbench.decoding.model.staged_model import StagedModel
 
 
-class Distillation(torch.nn.Module):
+class Distillation(NextToken):
     """batch -> cross-entropy of a draft model against the frozen target."""
 
     def __init__(self, draft: PreTrainedModel, target: StagedModel, loss: Loss = ALL):
-        super().__init__()
-        self.draft, self.target, self.loss = draft, target, loss
-        self._heads = (Head.of(draft), Head.of(target.model))
+        super().__init__(Head.of(draft), target, loss)
+        self.draft = draft
 
-    def forward(self, batch: Batch) -> torch.Tensor:
-        """The weighted sum [] of the cross-entropies of a batch."""
-        student, teacher = self.states(batch)
-        draft_head, target_head = self._heads
-        return self.loss(
-            batch,
-            self.loss.goals(batch),
-            [Guess(1.0, student, draft_head)],
-            teacher_of(batch, target_head, teacher),
-        )
-
-    def states(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Final states [B, T, d] of the draft model and [B, T, D] of the target."""
+    def finals(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """As in `NextToken`."""
         student = self.draft.get_decoder()(batch["input_ids"], use_cache=False).last_hidden_state
         return student, finals_of(self.target, batch)
-
-    def choices(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """First choices [n] of draft and target before each assistant token."""
-        both = zip(self._heads, self.states(batch))
-        student, teacher = (first_choices(head, predicting(states, batch, 1.0)) for head, states in both)
-        return student, teacher
 
 
 @trainer(DRAFT_SETTINGS)
