@@ -354,8 +354,8 @@ def target_states(target: StagedModel, batch: Batch, taps: Iterable[int]) -> dic
     if any(name.startswith(HIDDEN) for name in batch):
         raise UserError(
             f"the stored states lack the depths {sorted(missing)}, which this trainer reads: "
-            f"make them with `specbench states taps=[{','.join(map(str, sorted(taps)))}]`, and give train_part or "
-            "train_draft the same taps"
+            f"make them with `specbench states taps=[{','.join(map(str, sorted(taps)))}]`, and give train_part the "
+            "same taps"
         )
     with torch.no_grad():
         return states_of(target.model.get_decoder(), batch["input_ids"], taps)
@@ -440,6 +440,7 @@ def train_part(
     pair: Pair,
     begins: str,
     taps: Collection[int] = (),
+    earlier: str | None = None,
 ) -> Path:
     """Trains a part as configured, and returns its folder.
 
@@ -451,6 +452,7 @@ def train_part(
         pair: with the target.
         begins: description of the initial weights, for the record.
         taps: depths whose states it reads, beside those after the final norm.
+        earlier: folder of the initial weights if they were trained here.
     """
     arrays, dtype = arrays_for(taps), getattr(torch, cfg.save_dtype)
     held_out, text = held_out_batches(cfg, pair, arrays), partial(batches, cfg, pair, arrays=arrays)
@@ -458,7 +460,7 @@ def train_part(
     def save(out: Path, figures: dict[str, float]) -> None:
         save_part(out, dtype, **figures)
 
-    return training.train(module, text, lambda: evaluate(held_out), save, cfg, begins)
+    return training.train(module, text, lambda: evaluate(held_out), save, cfg, begins, earlier)
 
 
 def train_draft(
@@ -468,7 +470,6 @@ def train_draft(
     cfg: DictConfig,
     pair: Pair,
     save_beside: Callable[[Path], None] = lambda _: None,
-    taps: Collection[int] = (),
 ) -> Path:
     """Trains a draft model with a module's loss as configured, and returns its folder.
 
@@ -479,13 +480,11 @@ def train_draft(
         cfg: settings of the trainer.
         pair: with the target.
         save_beside: writes further files of the draft model into the folder.
-        taps: as in `train_part`.
     """
-    arrays = arrays_for(taps)
-    held_out, text = held_out_batches(cfg, pair, arrays), partial(batches, cfg, pair, arrays=arrays)
 
-    def save(out: Path, _figures: dict[str, float]) -> None:
+    def save(out: Path, _dtype: torch.dtype, **_figures: float) -> None:
         save_model(draft, pair, cfg, out)
         save_beside(out)
 
-    return training.train(module, text, lambda: evaluate(held_out), save, cfg, *begins_as(cfg))
+    begins, earlier = begins_as(cfg)
+    return train_part(module, evaluate, save, cfg, pair, begins, earlier=earlier)
