@@ -86,11 +86,6 @@ class Index:
         self.type = tokens.dtype
         self._bytes, self._positions = tokens.view(np.uint8).data, positions.data
 
-    def find(self, tokens: Sequence[int]) -> Interval:
-        """Returns where some tokens occur, at most `SORTED` and none of them a separator."""
-        first = self._first(tokens)
-        return Interval(0, 0, len(tokens)) if first is None else self._from(first, tokens)
-
     def longest(self, tokens: Sequence[int], most: int, least: int = 1) -> Interval | None:
         """Returns where the longest suffix of some tokens occurs, of `least` to `most` tokens, or None."""
         newest = tokens[-most:]

@@ -178,7 +178,9 @@ def test_look_ups_are_exact(text, looked_up, kind):
     if kind == ">u4":
         text = [2**32 - 1 if token == SEPARATOR else token for token in text]
     found = index(text, kind)
-    assert found.find(looked_up).occurrences == len(ends(text, looked_up))
+    n = len(looked_up)
+    where = found.longest(looked_up, n, n)
+    assert (0 if where is None else where.occurrences) == len(ends(text, looked_up))
     for most, least in ((12, 1), (3, 1), (5, 3)):
         fitting = [n for n in range(least, most + 1) if n <= len(looked_up) and ends(text, looked_up[-n:])]
         where = found.longest(looked_up, most, least)
@@ -202,9 +204,9 @@ def test_look_ups_are_exact(text, looked_up, kind):
 
 def test_what_cannot_be_a_token_of_the_text_is_not_found():
     found = index([1, 2, 3, SEPARATOR])
-    assert found.find([70_000]).occurrences == found.find([2, SEPARATOR]).occurrences == 0
+    assert found.longest([70_000], 1) is found.longest([2, SEPARATOR], 2, 2) is None
     assert found.longest([70_000, 2], 5).length == 1 and found.longest([2, 70_000], 5) is None
-    assert found.longest([2, 3], 5, least=3) is None and found.followers(found.find([3]), 8) == []
+    assert found.longest([2, 3], 5, least=3) is None and found.followers(found.longest([3], 1), 8) == []
 
 
 def test_every_frequent_follower_is_seen_and_its_count_is_exact():
@@ -212,7 +214,7 @@ def test_every_frequent_follower_is_seen_and_its_count_is_exact():
     rng = random.Random(3)
     text = [token for _ in range(6_000) for token in (9, min(int(rng.expovariate(0.08)), 200) + 10)]
     found = index([*text, SEPARATOR])
-    where, followed = found.find([9]), Counter(text[1::2])
+    where, followed = found.longest([9], 1), Counter(text[1::2])
     assert where.occurrences == 6_000 > 5 * READ
     behind = {token: place.occurrences for token, place in found.followers(where, 300)}
     assert all(followed[token] == n for token, n in behind.items())
