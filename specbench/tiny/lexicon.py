@@ -56,7 +56,6 @@ class Verb(NamedTuple):
 
     index: int
     base: str
-    third: str
     past: str
     participle: str
     ing: str
@@ -194,13 +193,13 @@ class Lexicon:
             base, *irregular = english.VERBS[index].split("/")
             stem = base.removesuffix("e")
             irregular = irregular or [stem + "ed"]
-            return Verb(index, base, plural(base), irregular[0], irregular[-1], stem + "ing", self._foreign())
+            return Verb(index, base, irregular[0], irregular[-1], stem + "ing", self._foreign())
         stem = base[:-1] if base.endswith("e") else base
         past = stem + "ed"
         if self._rng.random() < 0.15:  # strong verbs: the vowel changes
             swap = str.maketrans("aeiou", "oaouo")
             past = base.translate(swap) + ("" if base.translate(swap) != base else "t")
-        return Verb(index, base, plural(base), past, past, stem + "ing", self._foreign())
+        return Verb(index, base, past, past, stem + "ing", self._foreign())
 
     def _modifiers(self, known: list[str], count: int, endings: tuple[str, ...]) -> list[Modifier]:
         made = [self._word(2, endings) for _ in range(max(0, count - len(known)))]

@@ -29,7 +29,6 @@ class Schedule:
     decay: int
     muon_lr: float = 0.02
     embedding_lr: float = 0.03
-    norm_lr: float = 2e-3
 
     def factor(self, step: int, steps: int) -> float:
         """Learning-rate multiplier of step `step` (counted from 0) of `steps`."""
@@ -47,7 +46,7 @@ class Schedule:
             torch.optim.AdamW(
                 embedding, lr=self.embedding_lr, betas=(0.9, 0.98), weight_decay=0.0, fused=True
             ),
-            torch.optim.AdamW(norms, lr=self.norm_lr, betas=(0.9, 0.98), weight_decay=0.0),
+            torch.optim.AdamW(norms, lr=2e-3, betas=(0.9, 0.98), weight_decay=0.0),
             # The decay bounds every matrix near 1 / 0.1, and so what the layers add to the embedding.
             Muon(matrices, lr=self.muon_lr, weight_decay=0.1, momentum=0.95),
         ]
@@ -56,25 +55,26 @@ class Schedule:
 class Text(torch.nn.Module):
     """batch -> weighted sum of a model's cross-entropies in nats.
 
+    In training a share `LIGHT` of the prompt tokens (weight below 1), drawn at random, goes through the head and counts
+    more in return: the same expected gradient for less work.
+
     Args:
         model: to train.
-        light: share of the prompt tokens (weight below 1), drawn at random, that go through the head and count more in
-            return: the same expected gradient for less work.
         repeats: weight of the unlikelihood (Welleck et al. 2020) of saying the token at hand once more where the text
             does not: with a head tied to the embedding a small model tends to, and greedy decoding then never gets out
             of it.
     """
 
-    def __init__(self, model: LlamaForCausalLM, light: float = LIGHT, repeats: float = 0.0):
+    def __init__(self, model: LlamaForCausalLM, repeats: float = 0.0):
         super().__init__()
-        self.model, self.light, self.repeats = model, light, repeats
+        self.model, self.repeats = model, repeats
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """The weighted sum [] of a batch."""
         ids, weights = batch["input_ids"], batch["loss_weight"][:, 1:]
-        if self.light < 1.0 and self.training:
-            lucky = torch.rand(weights.shape, device=weights.device) < self.light
-            weights = torch.where(weights >= 1.0, weights, weights / self.light * lucky)
+        if self.training:
+            lucky = torch.rand(weights.shape, device=weights.device) < LIGHT
+            weights = torch.where(weights >= 1.0, weights, weights / LIGHT * lucky)
         hidden = self.model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
         wanted = weights > 0
         parts = (hidden[wanted], ids[:, 1:][wanted], ids[:, :-1][wanted], weights[wanted])

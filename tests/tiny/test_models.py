@@ -86,7 +86,7 @@ def _batches(seed: int):
         yield {"input_ids": ids, "loss_weight": torch.full((1, 32), 1.0)}
 
 
-def learn(model, schedule: Schedule, out, batches=None, light: float = 1.0) -> None:
+def learn(model, schedule: Schedule, out, batches=None) -> None:
     """Trains a model as a stage does, and keeps a state after every step."""
     text = _batches(1) if batches is None else batches
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -102,7 +102,7 @@ def learn(model, schedule: Schedule, out, batches=None, light: float = 1.0) -> N
     fixed = {"precision": "no", "save_every": 1, "threads": torch.get_num_threads(), "out": str(out)}
     torch.manual_seed(1)
     train(
-        Text(model, light),
+        Text(model),
         strided(text),
         dict,
         lambda folder, figures: None,
@@ -117,7 +117,7 @@ def test_a_stage_goes_on_from_its_state_as_if_never_stopped(tokenizer, tmp_path)
     """Also where chance chooses the prompt tokens of a step."""
     schedule = Schedule(steps=6, warmup=2, decay=2)
     straight = models.build(models.Shape(2, 64, 32), tokenizer, seed=0)
-    learn(straight, schedule, tmp_path / "a", light=0.5)
+    learn(straight, schedule, tmp_path / "a")
 
     def breaking():
         stream = _batches(1)
@@ -127,9 +127,9 @@ def test_a_stage_goes_on_from_its_state_as_if_never_stopped(tokenizer, tmp_path)
 
     broken = models.build(models.Shape(2, 64, 32), tokenizer, seed=0)
     with pytest.raises(KeyboardInterrupt):
-        learn(broken, schedule, tmp_path / "b", breaking(), light=0.5)
+        learn(broken, schedule, tmp_path / "b", breaking())
     resumed = models.build(models.Shape(2, 64, 32), tokenizer, seed=5)
-    learn(resumed, schedule, tmp_path / "b", light=0.5)
+    learn(resumed, schedule, tmp_path / "b")
     for one, other in zip(straight.parameters(), resumed.parameters(), strict=True):
         assert torch.allclose(one, other, atol=1e-6)
     assert json.loads((tmp_path / "b" / RECORD).read_text())["tokens"] == 6 * 32
@@ -149,12 +149,11 @@ def test_sampling_prompt_tokens_keeps_the_expected_loss(tokenizer):
     weight = torch.full((1, 256), 0.2)
     weight[0, 128:] = 1.0
     batch = {"input_ids": ids, "loss_weight": weight}
-    full = Text(model, light=1.0)(batch).item()
+    full = Text(model).eval()(batch).item()
     torch.manual_seed(0)
-    draws = [Text(model, light=0.34)(batch).item() for _ in range(40)]
+    draws = [Text(model)(batch).item() for _ in range(40)]
     assert sum(draws) / 40 == pytest.approx(full, rel=0.05)
     assert len({round(draw, 3) for draw in draws}) > 20
-    assert Text(model, light=0.34).eval()(batch).item() == pytest.approx(full)
 
 
 def test_shipped_files_are_those_of_the_list():
