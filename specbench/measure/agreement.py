@@ -25,7 +25,7 @@ from specbench.models.devices import name_of
 from specbench.system.errors import UserError
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
     from specbench.decoding.model.staged_model import StagedModel
 
@@ -130,29 +130,20 @@ def _rms(one: torch.Tensor, other: torch.Tensor | None = None) -> torch.Tensor:
     return torch.cat([piece.std(-1, correction=0) for piece in pieces])
 
 
-def random_ids(config: PretrainedConfig, vocab_size: int, length: int) -> list[int]:
-    """Random token ids from a fixed seed, without the special tokens of the config."""
-    named = (getattr(config, f"{name}_token_id", None) for name in ("bos", "eos", "pad"))
-    special = {i for ids in named for i in (ids if isinstance(ids, list) else [ids])}
-    drawn = torch.randperm(vocab_size, generator=torch.Generator().manual_seed(0)).tolist()
-    return filled([i for i in drawn if i not in special], length)
-
-
 def filled(ids: Sequence[int], length: int) -> list[int]:
     """The first `length` token ids of a text, which is repeated as often as needed."""
     return (list(ids) * -(-length // len(ids)))[:length]
 
 
 @torch.inference_mode()
-def check_staged(target: StagedModel, text: Sequence[int] | None = None) -> Agreement:
+def check_staged(target: StagedModel, text: Sequence[int]) -> Agreement:
     """Compares the staged forward with the model's own.
 
     It takes four passes of `_checked_length` tokens, three of them the model's own, and ten short ones.
 
     Args:
         target: the model.
-        text: token ids of a text that the model can continue, see `Pair.sample_ids`; the first ones are used. None:
-            random ids, for a model without a tokenizer.
+        text: token ids of a text that the model can continue, see `Pair.sample_ids`; the first ones are used.
 
     Returns:
         What was measured.
@@ -161,7 +152,6 @@ def check_staged(target: StagedModel, text: Sequence[int] | None = None) -> Agre
         UserError: the logits are not finite, or differ by more than the model's noise allows.
     """
     length = _checked_length(target)
-    text = random_ids(target.config, target.vocab_size, length) if text is None else text
     ids = torch.tensor([filled(text, length)], device=target.device)
     # The prompt, two verifications, and single tokens: each has masks, positions and kernels of its own.
     ends = [0, *(length - after for after in (19, 11, 3, 2, 1, 0))]

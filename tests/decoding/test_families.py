@@ -14,10 +14,9 @@ from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.state import Request
-from specbench.measure.agreement import check_staged
 from specbench.models.devices import place_weights
 from tests.support.batches import assert_lossless
-from tests.support.decoding import STOP, generate_with_transformers, random_pair
+from tests.support.decoding import STOP, checked, generate_with_transformers, random_pair
 from tests.support.drafters import ModelChain, ModelTree
 from tests.support.models import FAMILIES
 
@@ -50,7 +49,7 @@ def test_answers_are_transformers_own(family):
         generate_with_transformers(pair.target, r.prompt, r.decoding.max_new_tokens) for r in requests
     ]
     target = StagedModel(pair.target)
-    check_staged(target)
+    checked(target)
     for name, drafter in DRAFTERS.items():
         steps = []
         for size, some in ((1, 2), (3, 4)):
@@ -65,5 +64,5 @@ def test_answers_are_transformers_own(family):
 def test_a_family_is_accepted_in_half_precision(family):
     model = copy.deepcopy(random_pair(family).target)
     place_weights(model, torch.device("cpu"), torch.bfloat16)
-    found = check_staged(StagedModel(model))
+    found = checked(StagedModel(model))
     assert found.distance <= found.noise or found.noise == 0

@@ -21,10 +21,9 @@ from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import NORMED, Draft, Resume
 from specbench.decoding.tree import Tree
-from specbench.measure.agreement import check_staged
 from specbench.models.surgery import cut
 from specbench.system.errors import UserError
-from tests.support.decoding import generate_with_transformers, random_pair
+from tests.support.decoding import checked, generate_with_transformers, random_pair
 from tests.support.drafters import ModelChain
 from tests.support.models import ARCHITECTURES, COMMON, random_model
 
@@ -36,7 +35,7 @@ def logits_of(model, ids: list[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_check_accepts_the_stock_models(arch):
-    check_staged(StagedModel(random_pair(arch).target))
+    checked(StagedModel(random_pair(arch).target))
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -52,7 +51,7 @@ def test_check_refuses_shifted_positions(arch, monkeypatch):
     target = StagedModel(random_pair(arch).target)
     target._make_angles(1000)
     with pytest.raises(UserError, match="model type '.*layer by layer"):
-        check_staged(target)
+        checked(target)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -65,7 +64,7 @@ def test_layers_spread_over_devices(arch, monkeypatch):
     )
     target = StagedModel(model)
     assert len(target.new_cache(8).segments) == 2
-    check_staged(target)
+    checked(target)
 
 
 def test_check_refuses_a_model_that_does_more_than_its_parts():
@@ -74,7 +73,7 @@ def test_check_refuses_a_model_that_does_more_than_its_parts():
         lambda module, args, output: setattr(output, "logits", output.logits / 7) or output
     )
     with pytest.raises(UserError, match="model type '.*layer by layer"):
-        check_staged(StagedModel(model))
+        checked(StagedModel(model))
 
 
 def test_a_model_without_the_parts_is_named():
@@ -148,7 +147,7 @@ def test_a_family_is_driven_exactly_or_refused_in_one_line(name):
     model = family(name)
     try:
         target = StagedModel(model)
-        check_staged(target)
+        checked(target)
     except UserError as refusal:
         assert str(refusal).startswith(f"model type '{model.config.model_type}' ")
         assert "\n" not in str(refusal) and name != "Ministral"
@@ -173,7 +172,7 @@ def test_a_full_memory_is_not_taken_for_a_family_that_cannot_be_driven(monkeypat
 
     monkeypatch.setattr(target, "run_layers", full)
     with pytest.raises(torch.OutOfMemoryError):
-        check_staged(target)
+        checked(target)
 
 
 def test_a_model_without_a_head_is_refused_in_one_line(monkeypatch):
@@ -199,12 +198,12 @@ def test_a_model_without_a_head_is_refused_in_one_line(monkeypatch):
 def test_check_refuses_what_leaves_out_a_step_of_a_family(arch, fault):
     """With some of these faults greedy answers would be right: scales and caps leave the largest logit the largest."""
     target = StagedModel(random_model(arch, 0))
-    check_staged(target)
+    checked(target)
     for owner in (target, target.stack):
         vars(owner).update({name: value for name, value in fault.items() if hasattr(owner, name)})
     target.stack.kinds_there = frozenset(target.stack.kinds)
     with pytest.raises(UserError, match="its logits differ"):
-        check_staged(target)
+        checked(target)
 
 
 def test_the_language_model_of_one_that_also_sees_is_driven():
@@ -215,7 +214,7 @@ def test_the_language_model_of_one_that_also_sees_is_driven():
     )
     model = transformers.Gemma3ForConditionalGeneration(config).eval().requires_grad_(False)
     target = StagedModel(model)
-    check_staged(target)
+    checked(target)
     answer = Engine(target, Drafter(), frozenset()).answer([5, 9, 20, 9], SamplingParams(12)).tokens
     assert answer == generate_with_transformers(model, [5, 9, 20, 9], 12, stop_ids=())
 

@@ -15,8 +15,7 @@ from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.state import Request
-from specbench.measure.agreement import check_staged
-from tests.support.decoding import generate_with_transformers, random_pair
+from tests.support.decoding import checked, generate_with_transformers, random_pair
 from tests.support.drafters import ModelChain
 from tests.support.models import random_model
 
@@ -153,7 +152,7 @@ def test_quantised_layers_are_left_as_they_are_and_counted_as_stored(quantise):
         for parent, name in ((layer.mlp, "up_proj"), (layer.self_attn, "q_proj")):
             setattr(parent, name, quantise(getattr(parent, name)))
     target = StagedModel(model)
-    check_staged(target)
+    checked(target)
     for layer in target.layers:
         assert type(layer.mlp.up_proj).__name__ == quantise(torch.nn.Linear(2, 2)).__class__.__name__
         assert isinstance(layer.mlp.down_proj, PackedLinear | FusedSlice), "the others are laid out"
@@ -168,7 +167,7 @@ def test_a_quantised_head_is_driven():
     model = random_model("llama", 0)
     model.lm_head = Int8(model.lm_head)
     target = StagedModel(model)
-    check_staged(target)
+    checked(target)
     assert target.vocab_size == 61 and target.pass_bytes(0, 0) == 4 * 64 + 61 * 64 + 4 * 61
 
 

@@ -14,7 +14,6 @@ from transformers import AutoTokenizer, SmolLM3Config, SmolLM3ForCausalLM
 
 from specbench.decoding.model.graphs import Options, options_of
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.measure.agreement import check_staged
 from specbench.models import model_source, pairs
 from specbench.models.devices import SWITCH, choose_device, compiles, place_weights, prepare_device
 from specbench.models.pairs import load_pair
@@ -22,6 +21,7 @@ from specbench.models.surgery import cut
 from specbench.system.errors import UserError
 from specbench.system.files import read_json
 from tests.support.conf import composed
+from tests.support.decoding import checked
 from tests.support.models import TEMPLATE, byte_tokenizer, edit_json, random_model, save_pair
 
 CHAT = [
@@ -79,7 +79,7 @@ def test_a_family_that_torch_has_no_attention_for_is_loaded_with_its_own(cfg):
     target.save_pretrained(cfg.target)
     pair = load_pair(cfg, seed=0, with_draft=True)
     assert pair.target.config._attn_implementation == "eager"
-    check_staged(StagedModel(pair.target))
+    checked(StagedModel(pair.target))
 
 
 def test_options_of_graphs_are_the_pairs_own(cfg):

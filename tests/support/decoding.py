@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import torch
 
 from specbench.decoding.model.staged_model import StagedModel
+from specbench.measure.agreement import Agreement, check_staged
 from specbench.models.surgery import cut
 from tests.support.models import random_model
 
@@ -84,6 +85,14 @@ def tokens_through_layers(model) -> Iterator[list[int]]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def checked(target: StagedModel) -> Agreement:
+    """`check_staged` of a model without a tokenizer: on random token ids without the special ones of its config."""
+    named = (getattr(target.config, f"{name}_token_id", None) for name in ("bos", "eos", "pad"))
+    special = {i for ids in named for i in (ids if isinstance(ids, list) else [ids])}
+    drawn = torch.randperm(target.vocab_size, generator=torch.Generator().manual_seed(0)).tolist()
+    return check_staged(target, [i for i in drawn if i not in special])
 
 
 def random_prompt(rng: random.Random, vocab: int, longest: int = 40) -> list[int]:
