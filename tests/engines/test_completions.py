@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import http.client
 import json
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from types import SimpleNamespace
 
 import pytest
 
@@ -42,12 +44,17 @@ WAIT = 10.0  # s
 def serving(decode: Decode) -> Iterator[str]:
     """The URL at which a decoder is served by a thread of this process."""
     with CompletionServer(0, poll_seconds=0.01) as server:
-        thread = threading.Thread(target=server.run, args=(decode,))
+
+        def run() -> None:
+            with suppress(SystemExit):
+                server.run(decode)
+
+        thread = threading.Thread(target=run)
         thread.start()
         try:
             yield server.url
         finally:
-            server.stop()
+            server.waiting.put(SimpleNamespace(answer=sys.exit))
             thread.join(WAIT)
         assert not thread.is_alive()
 

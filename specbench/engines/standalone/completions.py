@@ -116,20 +116,16 @@ class CompletionServer(ThreadingHTTPServer):
         super().__init__((HOST, port), _Handler)
         self.poll_seconds = poll_seconds
         self.url = f"http://{HOST}:{self.server_address[1]}"
-        self.waiting: SimpleQueue[_Handler | None] = SimpleQueue()
+        self.waiting: SimpleQueue[_Handler] = SimpleQueue()
 
     def run(self, decode: Decode) -> None:
-        """Answers requests, one after the other, until `stop`."""
+        """Answers requests, one after the other, until it is interrupted."""
         threading.Thread(target=self.serve_forever, args=(self.poll_seconds,), daemon=True).start()
         try:
-            while (handler := self.waiting.get()) is not None:
-                handler.answer(decode)
+            while True:
+                self.waiting.get().answer(decode)
         finally:
             self.shutdown()
-
-    def stop(self) -> None:
-        """Lets `run` return after the requests that wait now."""
-        self.waiting.put(None)
 
 
 class _Handler(BaseHTTPRequestHandler):
