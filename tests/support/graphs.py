@@ -74,7 +74,7 @@ class PretendedRunner(GraphRunner):
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
-        self.replays = 0
+        self.captures = self.replays = 0
 
     def capture(self, function: Callable, inputs: Sequence[torch.Tensor]) -> Captured:
         """Captures a function of these very tensors."""
@@ -94,6 +94,7 @@ class PretendedRunner(GraphRunner):
             for output, result in zip(kept, (one for one in results if one is not None), strict=True):
                 output.copy_(result)
 
+        self.captures += 1
         return Captured(inputs, outputs, replay)
 
 

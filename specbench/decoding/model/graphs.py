@@ -107,14 +107,13 @@ class GraphRunner(EagerRunner):
         compile: whether functions are compiled before they are captured.
 
     Attributes:
-        captures: number of captures so far.
         captures_of_all: number of captures by all runners of this process, deleted ones included.
     """
 
     captures_of_all = 0
 
     def __init__(self, device: torch.device, compile: bool = False):
-        self.device, self.compile, self.captures = device, compile, 0
+        self.device, self.compile = device, compile
         self._captured: WeakKeyDictionary[object, dict[Hashable, Captured]] = WeakKeyDictionary()
         self._stream: torch.cuda.Stream | None = None
         self._pool: Any = None  # what torch calls a handle
@@ -139,7 +138,6 @@ class GraphRunner(EagerRunner):
             ]
             with uncaptured():
                 captured = self.capture(function, static_inputs)
-            self.captures += 1
             GraphRunner.captures_of_all += 1
             by_shape = self._captured.setdefault(owner, {})  # anew: what it ran may have called `forget`
             held = captured.bytes + sum(other.bytes for other in by_shape.values())
