@@ -52,7 +52,7 @@ def as_gguf(
     ending = f"{kind}.gguf" if pre_tokenizer == "default" else f"{kind}-{pre_tokenizer}.gguf"
 
     def write(path: Path) -> None:
-        write_gguf(path, model, tokenizer, kind, pre_tokenizer=pre_tokenizer)
+        write_gguf(path, model, tokenizer, kind, pre_tokenizer)
 
     return made_once(_folder(model, tokenizer) / f"{name}-{ending}", "written", write)
 

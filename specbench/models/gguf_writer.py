@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,11 +53,8 @@ def write_gguf(
     path: Path,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    kind: str = "F32",
-    weights: Mapping[str, np.ndarray] | None = None,
-    architecture: str = "llama",
-    tokens: list[str] | None = None,
-    pre_tokenizer: str = "default",
+    kind: str,
+    pre_tokenizer: str,
 ) -> None:
     """Writes a Llama model and its byte-level BPE tokenizer.
 
@@ -67,14 +63,11 @@ def write_gguf(
         model: with or without a tied head.
         tokenizer: of it.
         kind: of all matrices: F32, F16, BF16, Q8_0, Q4_1 ...
-        weights: by llama.cpp's names; None: the model's.
-        architecture: its name in the file.
-        tokens: by id; None: the tokenizer's.
         pre_tokenizer: llama.cpp's name of the way in which the tokenizer splits text before it merges bytes.
     """
     import gguf
 
-    config, writer = model.config, gguf.GGUFWriter(path, architecture)
+    config, writer = model.config, gguf.GGUFWriter(path, "llama")
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -90,9 +83,9 @@ def write_gguf(
     writer.add_rope_dimension_count(config.head_dim)
     writer.add_vocab_size(config.vocab_size)
     writer.add_file_type(gguf.LlamaFileType["ALL_F32" if kind == "F32" else f"MOSTLY_{kind}"])
-    _add_tokenizer(writer, tokenizer, tokens or tokens_of(tokenizer, config.vocab_size), pre_tokenizer)
+    _add_tokenizer(writer, tokenizer, tokens_of(tokenizer, config.vocab_size), pre_tokenizer)
     wanted = gguf.GGMLQuantizationType[kind]
-    for name, values in (tensors(model) if weights is None else weights).items():
+    for name, values in tensors(model).items():
         of_this = wanted if values.ndim == 2 else gguf.GGMLQuantizationType.F32
         writer.add_tensor(name, gguf.quantize(values, of_this), raw_dtype=of_this)
     writer.write_header_to_file()

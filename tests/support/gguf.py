@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import patch
 
 import gguf
 import numpy as np
@@ -41,7 +42,13 @@ def write_gguf(
     tokens = gguf_writer.tokens_of(tokenizer, len(tokenizer) + padding)
     for number, name in (renamed or {}).items():
         tokens[number] = name
-    gguf_writer.write_gguf(path, model, tokenizer, kind, weights, architecture, tokens)
+    writer = gguf.GGUFWriter
+    with (
+        patch.object(gguf_writer, "tensors", lambda _: weights),
+        patch.object(gguf_writer, "tokens_of", lambda *_: tokens),
+        patch.object(gguf, "GGUFWriter", lambda path, _: writer(path, architecture)),
+    ):
+        gguf_writer.write_gguf(path, model, tokenizer, kind, "default")
 
 
 def rounded(model: PreTrainedModel, kind: str) -> PreTrainedModel:
