@@ -119,9 +119,11 @@ def open_sweep(jobs: list[Job]) -> Iterator[Sweep]:
 def threads_of_first(job: Job, jobs: Iterable[Job]) -> int | None:
     """The threads that the first measured job on the same models chose, with which runs can be compared; None: none."""
     for other in jobs:
-        is_measured = other.run_dir is not None and store.is_complete(other.run_dir)
-        if is_measured and all(other.cfg[key] == job.cfg[key] for key in THREADS_FOR):
-            return chosen_threads(other.run_dir)
+        run_dir = other.run_dir
+        if run_dir is None or not store.is_complete(run_dir):
+            continue
+        if all(other.cfg[key] == job.cfg[key] for key in THREADS_FOR):
+            return chosen_threads(run_dir)
     return None
 
 
