@@ -13,12 +13,13 @@ from specbench.decoding.model import layer_stack
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.state import Draft
 from specbench.measure import runner
-from specbench.measure.agreement import _checked_length, agreement, check_staged, own_ways, random_ids
+from specbench.measure.agreement import _checked_length, agreement, check_staged, filled, own_ways
 from specbench.measure.runner import prepare
 from specbench.models.devices import place_weights
 from specbench.models.pairs import load_pair
 from specbench.system.errors import UserError
 from tests.support.conf import composed
+from tests.support.decoding import checked, random_ids
 from tests.support.models import random_model
 
 HALF = [torch.bfloat16, torch.float16]
@@ -39,7 +40,7 @@ def model_in(name: str, dtype: torch.dtype):
     """A model and the text to check it on."""
     model = copy.deepcopy(tiny().target) if name == "tiny" else random_model(name, 0)
     place_weights(model, torch.device("cpu"), dtype)
-    text = tiny().sample_ids() if name == "tiny" else random_ids(model.config, model.config.vocab_size, 72)
+    text = tiny().sample_ids() if name == "tiny" else random_ids(model.config, model.config.vocab_size)
     return model, text
 
 
@@ -153,7 +154,7 @@ def test_a_model_whose_own_ways_lie_far_apart_is_accepted():
         model = random_model("llama", seed, vocab_size=256, num_hidden_layers=30)
         place_weights(model, torch.device("cpu"), torch.bfloat16)
         differences.append(largest_difference(model, torch.arange(24).unsqueeze(0)))
-        found = check_staged(StagedModel(model))
+        found = checked(StagedModel(model))
         assert found.distance < found.noise
     assert max(differences) > 0.05, "a fixed bound that finds faults in other models would accept all of them"
 
@@ -236,7 +237,7 @@ def test_eager_attention_that_overflows_is_no_way():
     for layer in model.model.layers:
         for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj):
             projection.weight.data *= 100
-    ids = torch.tensor([random_ids(model.config, 61, 72)])
+    ids = torch.tensor([filled(random_ids(model.config, 61), 72)])
     with torch.inference_mode():
         assert len(own_ways(model, ids, [0, 60, 72])) == 2
     check_staged(StagedModel(model), ids[0].tolist())
@@ -246,23 +247,17 @@ def test_logits_that_are_no_numbers_are_told():
     model = copy.deepcopy(model_in("llama", torch.float16)[0])
     model.model.norm.weight.data[0] = float("inf")
     with pytest.raises(UserError, match="'llama' gives logits that are not finite in float16"):
-        check_staged(StagedModel(model))
+        checked(StagedModel(model))
 
 
 def test_a_run_checks_its_target_on_text_of_its_tokenizer(monkeypatch):
     given = []
-    monkeypatch.setattr(runner, "check_staged", lambda target, text=None: given.append(text))
+    monkeypatch.setattr(runner, "check_staged", lambda target, text: given.append(text))
     bench = prepare(composed("bench", "pair=tiny", "method=ar", "generate=false"))
     [ids] = given
     text = bench.setup.pair.tokenizer.decode(ids)
     assert "the ferry to the island" in text and len(ids) > 200
     assert ids == bench.setup.pair.sample_ids()
-
-
-def test_drawn_ids_are_no_special_ones():
-    config = random_model("llama", 0, eos_token_id=[2, 7]).config
-    ids = random_ids(config, 61, 100)
-    assert len(ids) == 100 and set(ids) == set(range(61)) - {0, 1, 2, 7}
 
 
 def test_the_text_fills_short_windows_and_the_positions_that_there_are():

@@ -20,11 +20,10 @@ from methods.sps import SpeculativeSampling
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
-from specbench.measure.agreement import check_staged
 from specbench.models.pairs import load_pair
 from specbench.system.errors import UserError
 from tests.support.conf import composed, file_of, is_hub_id, names
-from tests.support.decoding import generate_with_transformers
+from tests.support.decoding import checked, generate_with_transformers
 from tests.support.methods import saved_adapter, trimmed
 from tests.support.models import byte_tokenizer
 
@@ -137,7 +136,7 @@ def test_every_method_is_lossless_on_the_small_pair(name, tmp_path):
     pair = load_pair(cfg, seed=0, with_draft=cfg.draft is not None)
     assert pair.target.config.model_type == pair_config(name).target_shape.model_type
     target = StagedModel(pair.target)
-    check_staged(target)
+    checked(target)
     drafters = {
         "ar": Autoregressive(pair),
         "pld": PromptLookup(pair, 4),

@@ -87,12 +87,17 @@ def tokens_through_layers(model) -> Iterator[list[int]]:
             hook.remove()
 
 
-def checked(target: StagedModel) -> Agreement:
-    """`check_staged` of a model without a tokenizer: on random token ids without the special ones of its config."""
-    named = (getattr(target.config, f"{name}_token_id", None) for name in ("bos", "eos", "pad"))
+def random_ids(config, vocab_size: int) -> list[int]:
+    """All token ids in random order, from a fixed seed, without the special ones of a config."""
+    named = (getattr(config, f"{name}_token_id", None) for name in ("bos", "eos", "pad"))
     special = {i for ids in named for i in (ids if isinstance(ids, list) else [ids])}
-    drawn = torch.randperm(target.vocab_size, generator=torch.Generator().manual_seed(0)).tolist()
-    return check_staged(target, [i for i in drawn if i not in special])
+    drawn = torch.randperm(vocab_size, generator=torch.Generator().manual_seed(0)).tolist()
+    return [i for i in drawn if i not in special]
+
+
+def checked(target: StagedModel) -> Agreement:
+    """`check_staged` of a model without a tokenizer, on random token ids."""
+    return check_staged(target, random_ids(target.config, target.vocab_size))
 
 
 def random_prompt(rng: random.Random, vocab: int, longest: int = 40) -> list[int]:
