@@ -12,7 +12,7 @@ from specbench.config.checks import check, check_sources
 from specbench.config.compose import positional, with_hydra
 from specbench.config.overrides import quoted
 from specbench.config.spec import make_drafter
-from specbench.system.errors import UserError, file_errors, one_line, one_line_errors
+from specbench.system.errors import file_errors, one_line_errors
 from specbench.system.files import make_folder
 from specbench.system.settings import check_all
 
@@ -68,17 +68,14 @@ def _copied(source: Path, to: Path) -> Path:
     if source.resolve() == to.resolve():
         return to
     partial = to.with_name(f"partial-{to.name}")  # what was stopped has another name than what is whole
-    try:
-        with file_errors(writing=to):
-            shutil.rmtree(partial, ignore_errors=True)
-            if source.is_dir():
-                shutil.copytree(source, partial)
-                shutil.rmtree(to, ignore_errors=True)
-            else:
-                shutil.copyfile(source, partial)
-            return partial.replace(to)
-    except shutil.Error as error:  # of several files
-        raise UserError(f"cannot write {to}: {one_line(error)}") from error
+    with file_errors(writing=to):
+        shutil.rmtree(partial, ignore_errors=True)
+        if source.is_dir():
+            shutil.copytree(source, partial)
+            shutil.rmtree(to, ignore_errors=True)
+        else:
+            shutil.copyfile(source, partial)
+        return partial.replace(to)
 
 
 @one_line_errors()

@@ -104,7 +104,7 @@ def file_errors(writing: Path | None = None, others: tuple[type[Exception], ...]
         if not isinstance(error, OSError):
             message = f"cannot write {writing}: {one_line(error)}"
         elif writing is not None:
-            message = f"cannot write {writing}: {error.strerror or error}"
+            message = f"cannot write {writing}: {error.strerror or one_line(error)}"
         else:
             message = f"{error.filename}: {error.strerror}" if error.filename else one_line(error)
         raise UserError(message) from error

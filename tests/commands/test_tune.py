@@ -12,12 +12,12 @@ import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
+from specbench import ROOT
 from specbench.commands import run as bench
 from specbench.commands import tune
 from specbench.commands.sweep import Job
 from specbench.config.combinations import check_method
 from specbench.config.compose import CONF
-from specbench.data.question_files import TASKS
 from specbench.data.questions import load_questions
 from specbench.measure import runner
 from specbench.measure.records import run_folder as store
@@ -82,8 +82,21 @@ def test_questions_of_a_users_own_task_are_tuned_for_on_all_warm_up_questions(ta
     with initialize_config_dir(str(CONF), version_base="1.3"):
         cfg = tune.trial_config(["method=pld", "data=jsonl", "data.path=mine.jsonl", *task])
         rag = tune.trial_config(["method=pld", "task=rag"])
-    assert {question.task for question in load_questions(cfg.data, cfg.task)} == {*TASKS}
+    lines = (ROOT / "specbench" / "warmup.jsonl").read_text(encoding="utf-8").splitlines()
+    every = {json.loads(line)["category"] for line in lines}  # which are the tasks of such data
+    assert {question.task for question in load_questions(cfg.data, cfg.task)} == every
     assert {question.task for question in load_questions(rag.data, rag.task)} == {"rag"}
+
+
+def test_own_questions_are_tuned_for_on_warm_up_questions_of_their_kind(tmp_path):
+    rows = [{"turns": ["Count?"], "category": "sql"}, {"messages": [{"role": "user", "content": "Why?"}]}]
+    warmup = tmp_path / "warm.jsonl"
+    warmup.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        own = ["method=pld", "data=jsonl", "data.path=mine.jsonl", f"data.warmup={warmup}"]
+        cfgs = [tune.trial_config([*own, *task]) for task in ([], ["task.name=sql"])]
+    asked = [[question.task for question in load_questions(cfg.data, cfg.task)] for cfg in cfgs]
+    assert asked == [["sql", "warm"], ["sql"]]
 
 
 def test_bounds():
