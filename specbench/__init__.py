@@ -4,7 +4,7 @@ import os
 import sys
 from pathlib import Path
 
-__version__ = "0.4.0"
+__version__ = "0.5.0"
 
 ROOT = Path(__file__).resolve().parents[1]  # of a checkout; where an installed package lies, site-packages
 # A wheel has the configuration inside the package, a checkout beside it.
