@@ -45,11 +45,9 @@ def warm_up(setup: Setup, protocol: Protocol, questions: Sequence[Question] = ()
         longest = Request(prompt, protocol.capped(prompt))
         for engine in setup.engines:
             engine.reserve([longest] * setup.slots)
-    size = setup.spec.batch_size
-    if size > 1 and len(ends[0].prompt) == len(
-        ends[-1].prompt
-    ):  # layers are compiled for unequal lengths, too
-        ends[-1] = replace(ends[-1], prompt=[*ends[-1].prompt, ends[-1].prompt[-1]])
+    size, last = setup.spec.batch_size, ends[-1]
+    if size > 1 and len(ends[0].prompt) == len(last.prompt):  # layers are compiled for unequal lengths, too
+        ends[-1] = replace(last, prompt=[*last.prompt, last.prompt[-1]])
     setup.set_reference_answers(ends)
     batch = filled(ends, size)
     for name in setup.arms:
