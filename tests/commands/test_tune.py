@@ -93,10 +93,10 @@ def test_own_questions_are_tuned_for_on_warm_up_questions_of_their_kind(tmp_path
     warmup = tmp_path / "warm.jsonl"
     warmup.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        own = ["method=pld", "data=jsonl", "data.path=mine.jsonl", f"data.warmup={warmup}"]
-        cfgs = [tune.trial_config([*own, *task]) for task in ([], ["task.name=sql"])]
-    asked = [[question.task for question in load_questions(cfg.data, cfg.task)] for cfg in cfgs]
-    assert asked == [["sql", "warm"], ["sql"]]
+        overrides = ["method=pld", "data=jsonl", "data.path=mine.jsonl", f"data.warmup={warmup}"]
+        cfgs = [tune.trial_config([*overrides, *task]) for task in ([], ["task.name=sql"])]
+    tasks = [[question.task for question in load_questions(cfg.data, cfg.task)] for cfg in cfgs]
+    assert tasks == [["sql", "warm"], ["sql"]]
 
 
 def test_bounds():

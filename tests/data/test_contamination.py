@@ -74,13 +74,13 @@ def test_what_a_question_is_about_is_found_behind_another_instruction():
 
 
 def test_what_the_user_said_before_a_question_is_measured_text_and_a_system_message_is_not():
-    said = [
+    texts = [
         f"{role} " + " ".join(f"{role}{i}" for i in range(20)) for role in ("system", "user", "assistant")
     ]
-    history = tuple({"role": text.split()[0], "content": text} for text in said)
+    history = tuple({"role": text.split()[0], "content": text} for text in texts)
     question = Question(1, "qa", ("Why?",), None, "qa", history)
     for finder in (MeasuredTexts([question]).in_messages, in_ngrams(BenchmarkNgrams([question]))):
-        assert [finder(talk(text)) for text in said] == [False, True, False]
+        assert [finder(talk(text)) for text in texts] == [False, True, False]
 
 
 def in_ngrams(ngrams: BenchmarkNgrams):
