@@ -15,12 +15,15 @@ THREADS ?= 1
 # Given again, a sweep of the claims measures what it lacks. Acceptance lengths need neither repeats nor a quiet machine.
 CLAIM = $(PY) -m specbench run -m runs_root=runs/claims rerun=false threads=$(THREADS)
 SOME = $(CLAIM) data.limit=$(LIMIT) decoding.max_new_tokens=64
-REAL = $(CLAIM) settings=published pair=smollm2-135m data=spec_bench data.limit=$(LIMIT) generate=false
-UNTIMED = $(SOME) generate=false repeats=1 remeasure=0
+ON_REAL = settings=published pair=smollm2-135m data=spec_bench generate=false
+REAL = $(CLAIM) $(ON_REAL) data.limit=$(LIMIT)
+LENGTHS = repeats=1 remeasure=0
+UNTIMED = $(SOME) generate=false $(LENGTHS)
 DRAWN = $(UNTIMED) decoding=sample
 # A violation or a failed question (exit code 1) does not keep the table from being made.
 GOES_ON = || [ $$? -eq 1 ]
-BATCHES = $(CLAIM) experiment=batch_scaling pair=tiny_wide,tiny data.limit=3 decoding.max_new_tokens=32 repeats=3 generate=false
+BATCHES = $(CLAIM) experiment=batch_scaling data.limit=3 decoding.max_new_tokens=32 repeats=3
+OF_TINY = pair=tiny_wide,tiny generate=false
 TINY := build/tiny
 EVERY := not nightly
 FAST := $(EVERY) and not slow and not process and not cluster and not browser and not cuda and not longer
@@ -68,7 +71,8 @@ report: $(STAMP) ## Tables, plots and a page of the run folders in runs/ [RUNS="
 	@$(PY) -m specbench.report $(RUNS) $(ARGS)
 
 claims: $(STAMP) ## Check what the papers claim on a real model and on small ones, in two hours; continues where it was stopped [LIMIT=2 questions per task, THREADS=1, ARGS="key=value ..."]
-	@$(REAL) method=kangaroo,kangaroo_tree,medusa,hydra_heads,eagle,eagle2,eagle3,samd_eagle2,sps,vocabtrim,mirror_sd $(ARGS) $(GOES_ON)
+	@$(REAL) method=kangaroo,kangaroo_tree,medusa,sps,vocabtrim,mirror_sd $(ARGS) $(GOES_ON)
+	@$(REAL) $(LENGTHS) method=hydra_heads,eagle,eagle2,eagle3,samd_eagle2 $(ARGS) $(GOES_ON)
 	@$(SOME) experiment=kangaroo settings=published method=kangaroo pair=tiny_wide,tiny $(ARGS) $(GOES_ON)
 	@$(SOME) experiment=kangaroo settings=published,tuned method=kangaroo_tree,medusa pair=tiny_wide,tiny generate=false $(ARGS) $(GOES_ON)
 	@$(UNTIMED) experiment=spec_bench_board settings=published method=medusa,hydra_heads,eagle,eagle2,eagle3,samd_eagle2 pair=tiny $(ARGS) $(GOES_ON)
@@ -78,8 +82,9 @@ claims: $(STAMP) ## Check what the papers claim on a real model and on small one
 	@$(SOME) experiment=s2d_multi_target settings=published pair=tiny_wide,tiny_shallow_wide,tiny,tiny_shallow generate=false $(ARGS) $(GOES_ON)
 	@$(SOME) experiment=mirror_sd settings=published method=sps,sps_ss,mirror_sd pair=tiny_wide,tiny generate=false $(ARGS) $(GOES_ON)
 	@$(SOME) experiment=mirror_sd settings=tuned method=mirror_hybrid pair=tiny_wide,tiny generate=false $(ARGS) $(GOES_ON)
-	@$(BATCHES) settings=published method=exspec,ragged batch_size=1,8 $(ARGS) $(GOES_ON)
-	@$(BATCHES) settings=published method=eqspec batch_size=8 $(ARGS) $(GOES_ON)
+	@$(BATCHES) $(ON_REAL) method=exspec batch_size=1,8 $(ARGS) $(GOES_ON)
+	@$(BATCHES) $(OF_TINY) settings=published method=exspec,ragged batch_size=1,8 $(ARGS) $(GOES_ON)
+	@$(BATCHES) $(OF_TINY) settings=published method=eqspec batch_size=8 $(ARGS) $(GOES_ON)
 	@$(PY) -m specbench.report claims runs/claims
 
 wandb-compare: $(STAMP) ## Tables over a group of runs on Weights & Biases: GROUP=name [ARGS="--project name --entity name"]
