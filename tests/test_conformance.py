@@ -155,7 +155,11 @@ def test_a_head_is_trimmed_where_the_drafter_says_that_it_can_be(method):
 def requests_of(bench: Bench, temperature: float = 0.0, count: int = 2) -> list[Request]:
     """Requests of different lengths, two of each prompt where there are four."""
     prompts = [request.prompt for request in bench.protocol.warm_up_requests(NEW_TOKENS)]
-    return [Request(prompts[i % 2], SamplingParams(NEW_TOKENS - 2 * i, temperature), i) for i in range(count)]
+    cut = {"top_k": 20, "top_p": 0.9} if temperature else {}
+    decoding = SamplingParams(NEW_TOKENS, temperature, **cut)
+    return [
+        Request(prompts[i % 2], replace(decoding, max_new_tokens=NEW_TOKENS - 2 * i), i) for i in range(count)
+    ]
 
 
 @cache

@@ -22,11 +22,12 @@ from methods.mirror_sd.branches import Branches, likely_decisions, mixture, pref
 from methods.mirror_sd.growth import Growth, Written, joined
 from specbench.decoding.device import on_device
 from specbench.decoding.kv_cache import ForwardContext
-from specbench.decoding.sampling import SamplingParams, argmax_token
+from specbench.decoding.sampling import argmax_token
 
 if TYPE_CHECKING:
     from methods.common.heads import DraftHead
     from specbench.decoding.model.staged_model import StagedModel
+    from specbench.decoding.sampling import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,13 +126,13 @@ class Brancher:
         self._forget()
 
     @torch.inference_mode()
-    def begin(self, prompt: torch.Tensor, room: int, temperature: float, seed: int) -> None:
+    def begin(self, prompt: torch.Tensor, room: int, decoding: SamplingParams, seed: int) -> None:
         """Starts a sequence.
 
         Args:
             prompt: [n], without the pending token, which is the first to settle.
             room: tokens of the sequence at most.
-            temperature: of the draws; 0 takes the likeliest tokens.
+            decoding: how draft tokens are chosen.
             seed: of the draws.
         """
         s = self.streams.shape[0]
@@ -139,7 +140,7 @@ class Brancher:
         if self._cache.capacity < needed:
             self._cache = self.model.new_cache(needed)
         self._fed = 0
-        self._decoding = SamplingParams(1, temperature)
+        self._decoding = decoding
         self._generator = None if self._decoding.greedy else torch.Generator(self.device).manual_seed(seed)
         self._base, self._path, self._rows = prompt.shape[0], prompt[:0], prompt[:0]
         self._path_logits = torch.empty(0, 0, device=self.device)

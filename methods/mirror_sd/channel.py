@@ -41,13 +41,13 @@ class Message:
     Attributes:
         kind: a `Command` or a `Response`.
         numbers: up to four integers.
-        seconds: up to two.
+        reals: up to two.
         sent: when, by the clock that all processes of a machine share.
     """
 
     kind: int
     numbers: tuple[int, ...]
-    seconds: tuple[float, ...]
+    reals: tuple[float, ...]
     sent: float
 
 
@@ -64,19 +64,19 @@ class MessageQueue:
     def __init__(self, semaphore: threading.Semaphore | Semaphore, shared: bool = False, spins: bool = False):
         self.arrived, self.spins = semaphore, spins
         self.numbers = torch.zeros(RING, 5, dtype=torch.int64)
-        self.seconds = torch.zeros(RING, 3, dtype=torch.float64)
+        self.reals = torch.zeros(RING, 3, dtype=torch.float64)
         if shared:
             self.numbers.share_memory_()
-            self.seconds.share_memory_()
+            self.reals.share_memory_()
         self._sent = self._taken = 0  # each used on one side alone
 
-    def put(self, kind: int, *numbers: int, seconds: tuple[float, ...] = ()) -> None:
+    def put(self, kind: int, *numbers: int, reals: tuple[float, ...] = ()) -> None:
         """Sends a message; the arguments are the fields of `Message`."""
         index = self._sent % RING
         self._sent += 1
         self.numbers[index, : 1 + len(numbers)] = torch.tensor([kind, *numbers])
-        times = torch.tensor([time.perf_counter(), *seconds], dtype=torch.float64)
-        self.seconds[index, : 1 + len(seconds)] = times
+        times = torch.tensor([time.perf_counter(), *reals], dtype=torch.float64)
+        self.reals[index, : 1 + len(reals)] = times
         self.arrived.release()
 
     def take(self, alive: Callable[[], bool], timeout: float | None = None, awake: bool = True) -> Message:
@@ -102,8 +102,8 @@ class MessageQueue:
         index = self._taken % RING
         self._taken += 1
         kind, *numbers = self.numbers[index].tolist()
-        sent, *seconds = self.seconds[index].tolist()
-        return Message(kind, tuple(numbers), tuple(seconds), sent)
+        sent, *reals = self.reals[index].tolist()
+        return Message(kind, tuple(numbers), tuple(reals), sent)
 
     def waiting(self) -> bool:
         """Whether a message is waiting."""

@@ -24,7 +24,7 @@ from specbench.decoding.drafter import Drafter, Needs
 from specbench.decoding.model.anatomy import finished, logit_steps
 from specbench.decoding.model.cost import weight_bytes
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.decoding.sampling import answer_seed
+from specbench.decoding.sampling import SamplingParams, answer_seed
 from specbench.decoding.state import Batch, Draft, Prefill, SequenceState, Verified
 from specbench.decoding.trace import Clock
 from specbench.models.pairs import Pair, draft_of
@@ -80,16 +80,16 @@ class BranchingDrafter(Drafter):
         """Notes how long a sequence can get."""
         self._capacity = slots.capacity
 
-    def _draws_of(self, sequence: SequenceState) -> tuple[float, int]:
-        """Temperature and seed of the draws for a draft; temperature 0 if it takes the likeliest tokens.
+    def _draws_of(self, sequence: SequenceState) -> tuple[SamplingParams, int]:
+        """How draft tokens are chosen, and the seed of their draws.
 
         The seed is not that of acceptance: with the same numbers, drafts would not be independent of it.
         """
         decoding = sequence.request.decoding
         self._draws = self.ratio and not decoding.greedy
         if not self._draws:
-            return 0.0, 0
-        return decoding.temperature, answer_seed(sequence.request.seed, 1)
+            return decoding.greedily(), 0
+        return decoding, answer_seed(sequence.request.seed, 1)
 
     def _widened(self, probs: torch.Tensor | None) -> torch.Tensor | None:
         """The distributions [n, rows] that a draft was drawn from -> [1, n, vocab]; None if none was drawn."""

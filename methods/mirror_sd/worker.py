@@ -24,6 +24,7 @@ from torch import multiprocessing
 from methods.mirror_sd.brancher import SettledDraft
 from methods.mirror_sd.channel import Message, ProcessChannel, ThreadChannel, elapsed
 from specbench.decoding.model.graphs import CAPTURING, GraphRunner
+from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.trace import Clock
 from specbench.system.errors import JobError, one_line
 from specbench.system.processes import end_with_parent
@@ -78,9 +79,9 @@ class Inline:
     def __init__(self, brancher: Brancher):
         self.brancher, self.clock = brancher, Clock(brancher.device)
 
-    def begin(self, prompt: torch.Tensor, room: int, temperature: float, seed: int) -> None:
+    def begin(self, prompt: torch.Tensor, room: int, decoding: SamplingParams, seed: int) -> None:
         """Starts a sequence; the arguments are those of `Brancher.begin`."""
-        self.brancher.begin(prompt.to(self.brancher.device), room, temperature, seed)
+        self.brancher.begin(prompt.to(self.brancher.device), room, decoding, seed)
         self._before_exit: Span = 0.0
         self._behind_exit: Span = 0.0
 
@@ -129,11 +130,18 @@ class Remote:
         self._active = False
         self._answer(Response.READY, max(timeout, STARTING))
 
-    def begin(self, prompt: torch.Tensor, room: int, temperature: float, seed: int) -> None:
+    def begin(self, prompt: torch.Tensor, room: int, decoding: SamplingParams, seed: int) -> None:
         """Starts a sequence, and waits until its prompt is prefilled; on CUDA the target's stream waits."""
         self._active = True
         self.channel.put_prompt(prompt)
-        self.channel.requests.put(Command.BEGIN, prompt.shape[0], room, seed, seconds=(temperature,))
+        self.channel.requests.put(
+            Command.BEGIN,
+            prompt.shape[0],
+            room,
+            seed,
+            decoding.top_k,
+            reals=(decoding.temperature, decoding.top_p),
+        )
         self._answer(Response.READY, self.timeout)  # a prefill is a prefill, on both sides
         self.channel.wait_prefilled()
 
@@ -152,7 +160,7 @@ class Remote:
         message = self._answer(Response.DRAFT, self.timeout)
         n, hit, together, alone = message.numbers
         before_exit, behind_exit, exposed = self.channel.spans()
-        idle, ipc = message.seconds
+        idle, ipc = message.reals
         ipc += time.perf_counter() - max(start, message.sent)
         settled = SettledDraft(*self.channel.draft(n), None if hit < 0 else bool(hit), (together, alone))
         return settled, overlap_of(settled.hit, before_exit, behind_exit, exposed, idle, ipc)
@@ -273,14 +281,14 @@ class Process(Remote):
         handle.start()
         super().__init__(channel, handle, timeout)
 
-    def begin(self, prompt: torch.Tensor, room: int, temperature: float, seed: int) -> None:
+    def begin(self, prompt: torch.Tensor, room: int, decoding: SamplingParams, seed: int) -> None:
         """Starts a sequence, with cores for each side."""
         if self._target_cores:
             _pin(self._target_cores)
             if self._threads is None:
                 self._threads = torch.get_num_threads()
             torch.set_num_threads(min(self._threads, len(self._target_cores)))
-        super().begin(prompt, room, temperature, seed)
+        super().begin(prompt, room, decoding, seed)
 
     def end(self) -> int:
         """Ends the sequence; this side has all cores again."""
@@ -339,10 +347,12 @@ def serve(channel: ThreadChannel | ProcessChannel, brancher: Brancher, alive: Ca
         try:
             match message.kind:
                 case Command.BEGIN:
-                    n, room, seed, _ = message.numbers
+                    n, room, seed, top_k = message.numbers
+                    temperature, top_p = message.reals
+                    decoding = SamplingParams(1, temperature, top_k=top_k, top_p=top_p)
                     active = True
                     idle = ipc = before_exit = behind_exit = 0.0
-                    brancher.begin(channel.prompt(n), room, message.seconds[0], seed)
+                    brancher.begin(channel.prompt(n), room, decoding, seed)
                     channel.put_prefilled()
                     channel.replies.put(Response.READY)
                 case Command.LAUNCH:
@@ -358,9 +368,9 @@ def serve(channel: ThreadChannel | ProcessChannel, brancher: Brancher, alive: Ca
                     channel.put_draft(settled.tokens, settled.probs)
                     hit = -1 if settled.hit is None else int(settled.hit)
                     channel.put_spans((before_exit, behind_exit, elapsed(begun, clock.mark())))
-                    seconds = (idle, ipc)
+                    reals = (idle, ipc)
                     channel.replies.put(
-                        Response.DRAFT, settled.tokens.shape[0], hit, *settled.passes, seconds=seconds
+                        Response.DRAFT, settled.tokens.shape[0], hit, *settled.passes, reals=reals
                     )
                     idle = ipc = before_exit = behind_exit = 0.0
                     if not requests.waiting():

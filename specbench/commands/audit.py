@@ -16,7 +16,7 @@ from specbench.report.cells import console
 from specbench.system.errors import UserError
 from specbench.system.files import write_json
 from specbench.system.paths import existing_file
-from specbench.system.settings import Count, NotNegative, Temperature, check_all
+from specbench.system.settings import Count, Natural, NotNegative, Temperature, TopP, check_all
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -28,6 +28,8 @@ SETTINGS = {
     "plain": str | None,
     "again": str | None,
     "temperature": Temperature,
+    "top_k": Natural,
+    "top_p": TopP,
     "max_new_tokens": Count | None,
     "tolerance": NotNegative | None,
     "out": str | None,
@@ -47,14 +49,18 @@ def audit(cfg: DictConfig) -> int:
         raise UserError(f"out={cfg.out}: name a file in a folder that exists")
     if cfg.out is not None and Path(cfg.out).resolve() in [path.resolve() for path in files.values()]:
         raise UserError(f"out={cfg.out} would replace answers that are judged: name another file")
+    if cfg.temperature == 0 and (cfg.top_k > 0 or cfg.top_p < 1):
+        raise UserError("top_k= and top_p= are of sampled answers: give their temperature=")
     # Late: torch takes seconds.
+    from specbench.decoding.sampling import SamplingParams
     from specbench.engines.answer_files import read_answers
     from specbench.engines.audit import Referee, arms_of, first_tokens, likelihoods
     from specbench.models.devices import name_of
     from specbench.models.pairs import load_pair
 
     pair = load_pair(cfg.pair, 0, with_draft=False)
-    referee = Referee(pair, cfg.temperature)
+    decoding = SamplingParams(pair.context_length, cfg.temperature, top_k=cfg.top_k, top_p=cfg.top_p)
+    referee = Referee(pair, decoding)
     arms = arms_of(
         referee,
         {name: read_answers(path, pair) for name, path in files.items()},
@@ -67,6 +73,7 @@ def audit(cfg: DictConfig) -> int:
         "pair": pair.name,
         "dtype": name_of(pair.staged.dtype),
         "temperature": cfg.temperature,
+        **decoding.truncation,
         "bound": arms[0].bound,
         "arms": {arm.name: _facts_of(arm, drawn) for arm in arms},
     }

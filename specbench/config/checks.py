@@ -27,7 +27,7 @@ from specbench.models.packages import described, is_package
 from specbench.system import settings as values
 from specbench.system.errors import UserError, file_errors, warn
 from specbench.system.paths import packaged
-from specbench.system.settings import Count, Natural, Positive, Seed, Temperature, Threads
+from specbench.system.settings import Count, Natural, Positive, Seed, Temperature, Threads, TopP
 
 if TYPE_CHECKING:
     from specbench.config.spec import RunSpec
@@ -53,6 +53,8 @@ KEYS = {
     "runs_root": str,
     "decoding.max_new_tokens": Count,
     "decoding.temperature": Temperature,
+    "decoding.top_k": Natural,
+    "decoding.top_p": TopP,
     "decoding.verification": Literal["token", "block", "typical"],
     "decoding.draft_length": Literal["constant", "adaptive", "goodput"],
     "decoding.round_costs": list[Positive] | None,

@@ -321,7 +321,7 @@ class Engine:
 
         inputs = logits, draft.tokens, draft.probs, uniforms, limits, draft.candidates
         shape = () if tree is None else tree.tensors
-        key = "accept", decoding.temperature, decoding.verification, most
+        key = "accept", decoding.distribution, decoding.verification, most
         return Accepted(*runner.run(self._layout.cache, key, on_tensors, *inputs, *shape))
 
     def _on_host(
@@ -456,7 +456,7 @@ class Engine:
 
     def _check(self, requests: list[Request]) -> None:
         if len({replace(request.decoding, max_new_tokens=1) for request in requests}) > 1:
-            raise UserError("the requests of a batch must have one temperature")
+            raise UserError("the requests of a batch must have one temperature, top_k and top_p")
         drawn = self.drafter.max_nodes and not self.drafter.deterministic
         if requests[0].decoding.verification == BLOCK and drawn:
             raise UserError(

@@ -19,6 +19,7 @@ from specbench.system.settings import TOKEN
 
 # Columns of random numbers: the target's draw, acceptance; the drafter's draws come after them.
 TARGET, ACCEPT = range(2)
+FEW = 256  # tokens, which mostly have the probability top_p together
 NOT_DRAWN = -1  # in place of a token if there was no distribution to draw it from
 NO_NUMBERS = "are NaN or infinite; set pair.dtype to bfloat16 or float32 where it is float16"
 
@@ -32,20 +33,52 @@ class SamplingParams:
         temperature: 0 is greedy, above 0 samples.
         verification: how drafts are verified: `TOKEN` by token; a drawn chain as one `BLOCK`; in greedy decoding, by
             `TYPICAL` acceptance, which is lossy.
+        top_k: only this many of the likeliest tokens are drawn; 0: all.
+        top_p: of those, only the likeliest ones that together have this probability; 1: all.
     """
 
     max_new_tokens: int
     temperature: float = 0.0
     verification: str = TOKEN
+    top_k: int = 0
+    top_p: float = 1.0
 
     @property
     def greedy(self) -> bool:
         """Whether the likeliest token is always taken."""
         return self.temperature == 0.0
 
+    @property
+    def truncation(self) -> dict[str, float]:
+        """top_k and top_p by name, where they leave out tokens."""
+        cut = {"top_k": self.top_k} if self.top_k > 0 else {}
+        return cut if self.top_p == 1.0 else cut | {"top_p": self.top_p}
+
+    @property
+    def distribution(self) -> tuple[float, int, float]:
+        """What makes a distribution of logits: temperature, top_k and top_p."""
+        return self.temperature, self.top_k, self.top_p
+
+    def greedily(self) -> SamplingParams:
+        """The same number of tokens, the likeliest ones."""
+        return SamplingParams(self.max_new_tokens)
+
     def probs(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits [..., vocab] -> the distribution to sample from, float32."""
-        return torch.softmax(logits.float() / self.temperature, dim=-1)
+        """Logits [..., vocab] -> the distribution to sample from, float32.
+
+        The order is that of transformers and vLLM: temperature, top_k, then top_p of what is left. Tokens as likely as
+        the last one are drawn as well: in half precision many logits are equal, and their order means nothing.
+        """
+        scaled = logits.float() / self.temperature
+        if self.top_k > 0:
+            least = scaled.topk(min(self.top_k, scaled.shape[-1]), dim=-1).values[..., -1:]
+            scaled = scaled.masked_fill_(scaled < least, -torch.inf)
+        probs = torch.softmax(scaled, dim=-1)
+        if self.top_p < 1.0:
+            left_out = probs < least_of_top_p(probs, self.top_p)
+            # Not by division: a sum of one long row is rounded otherwise than one of several.
+            probs = torch.softmax(scaled.masked_fill_(left_out, -torch.inf), dim=-1)
+        return probs
 
     def select(
         self, logits: torch.Tensor, uniforms: torch.Tensor | None
@@ -65,6 +98,19 @@ class SamplingParams:
         assert uniforms is not None  # given whenever tokens are drawn
         probs = self.probs(logits)
         return sample_inverse_cdf(probs, uniforms), probs
+
+
+def least_of_top_p(probs: torch.Tensor, top_p: float) -> torch.Tensor:
+    """The probability [..., 1] of the last of the likeliest tokens that together have `top_p`; probs: [..., vocab]."""
+    vocab = probs.shape[-1]
+    # Sorting a vocabulary takes far longer than a softmax. Where the host may look, a few tokens are tried first.
+    for count in (min(FEW, vocab), vocab) if probs.device.type == "cpu" else (vocab,):
+        likeliest = probs.topk(count, dim=-1).values  # descending
+        sums = likeliest.cumsum(-1)
+        if count == vocab or (sums[..., -1] >= top_p).all():
+            break
+    before = sums - likeliest
+    return likeliest.gather(-1, (before < top_p).sum(-1, keepdim=True).clamp(min=1) - 1)
 
 
 def answer_seed(*parts: int) -> int:

@@ -29,9 +29,11 @@ from specbench.measure.likelihood import (
 from specbench.measure.metrics.engine import judgement
 from specbench.measure.metrics.metrics import EXACT, TIE, VIOLATION
 from specbench.measure.numeric_noise import ENGINE_NOISE, forced_logits, foreign_noise, shape_noise
+from specbench.measure.truncation import LEAST_NOISE, is_always_drawn, may_be_drawn
 
 if TYPE_CHECKING:
     from specbench.decoding.model.staged_model import StagedModel
+    from specbench.decoding.sampling import SamplingParams
     from specbench.engines.answer_files import Answered
     from specbench.models.pairs import Pair
 
@@ -95,20 +97,23 @@ class Referee:
 
     Args:
         pair: with the target.
-        temperature: of the answers; 0: greedy.
+        decoding: how the answers were chosen; each has a limit of its own.
     """
 
-    def __init__(self, pair: Pair, temperature: float):
-        self.pair, self.temperature = pair, temperature
+    def __init__(self, pair: Pair, decoding: SamplingParams):
+        self.pair, self.decoding = pair, decoding
         self.target: StagedModel = pair.staged
 
-    def judge(self, answer: Answered, cap: int | None = None, noise: float = 0.0) -> Judged:
+    def judge(
+        self, answer: Answered, cap: int | None = None, noise: float = 0.0, edge_noise: float = 0.0
+    ) -> Judged:
         """Feeds an answer to the target.
 
         Args:
             answer: of an engine.
             cap: most tokens of it, if it has no limit of its own.
             noise: as in `of_logits`.
+            edge_noise: likewise.
         """
         tokens, device = answer.tokens, self.target.device
         # One token more, for the logits after the last one.
@@ -120,12 +125,12 @@ class Referee:
         end_margin = (highest[-1] - logits[-1, stops].max()).item() if len(stops) else math.inf
         room = self.pair.context_length - len(answer.prompt)
         drawn = with_stop(tokens, limit_of(answer, cap, room), self.pair.stop_ids, logits[-1])
-        likely = of_logits(logits[: len(drawn)], drawn, self.temperature, noise)
-        of_answer = likely if drawn is tokens else of_logits(logits[:-1], tokens, self.temperature)
+        likely = of_logits(logits[: len(drawn)], drawn, self.decoding, noise, edge_noise)
+        of_answer = likely if drawn is tokens else of_logits(logits[:-1], tokens, self.decoding)
         error = None
         if answer.logprobs is not None and tokens:
             logprobs = torch.tensor(answer.logprobs, dtype=torch.double, device=device)
-            ours = token_logprobs(logits[:-1], self.temperature).gather(1, ids).squeeze(1)
+            ours = token_logprobs(logits[:-1], self.decoding.temperature).gather(1, ids).squeeze(1)
             error = (logprobs - ours).abs().mean().item()
         return Judged(
             answer,
@@ -146,10 +151,38 @@ class Referee:
         return max(shape_noise(self.target, samples), foreign_noise(self.target, samples)) if samples else 0.0
 
     @torch.inference_mode()
-    def first_tokens(self, prompt: list[int]) -> torch.Tensor:
-        """The probabilities [vocab] of the first token after a prompt."""
-        logits = forced_logits(self.target, prompt, [0], BLOCK)[0]
-        return (logits / (self.temperature or 1.0)).softmax(-1).double().cpu()
+    def first_tokens(self, prompt: list[int], noise: float) -> FirstTokens:
+        """Evaluates the first token after a prompt; noise: the `edge_noise` of `of_logits`."""
+        logits = forced_logits(self.target, prompt, [0], BLOCK)[0].cpu()
+        probs = (logits / (self.decoding.temperature or 1.0)).softmax(-1).double()
+        noise = max(noise, LEAST_NOISE)
+        always, ever = (f(logits, self.decoding, noise) for f in (is_always_drawn, may_be_drawn))
+        return FirstTokens(probs.numpy(), always.numpy(), ever.numpy())
+
+
+@dataclass(frozen=True)
+class FirstTokens:
+    """The referee's distribution of the first token after a prompt.
+
+    Attributes:
+        probs: [vocab] of the whole vocabulary.
+        always: [vocab] the tokens that top_k and top_p do not leave out, whatever rounding does.
+        ever: [vocab] those that they may not leave out.
+    """
+
+    probs: np.ndarray
+    always: np.ndarray
+    ever: np.ndarray
+
+    def p_value(self, counts: np.ndarray, odds: float) -> float:
+        """As `multinomial_p`, for draws with top_k and top_p.
+
+        Tokens that rounding may let in or leave out say nothing, so the others are judged given that it is one of them.
+        """
+        if counts[~self.ever].any():
+            return 0.0
+        counts, probs = counts * self.always, self.probs * self.always
+        return multinomial_p(counts, probs / probs.sum(), odds) if counts.any() else 1.0
 
 
 @dataclass(frozen=True)
@@ -271,13 +304,13 @@ def arms_of(
     if cap is None:
         cap = max(1, *(len(answer.tokens) for answer in everything))
     bound = referee.noise(everything) if tolerance is None else tolerance
-    drawn = referee.temperature > 0
+    drawn = not referee.decoding.greedy
     blur = bound if drawn and referee.target.dtype != torch.float32 else 0.0  # as in a run
     judged = {
-        name: [referee.judge(a, cap, blur) for a in answers] for name, answers in answers_by_arm.items()
+        name: [referee.judge(a, cap, blur, bound) for a in answers] for name, answers in answers_by_arm.items()
     }
     stop_ids = referee.pair.stop_ids
-    if tolerance is None and len(judged) > 1 and referee.temperature == 0.0:
+    if tolerance is None and len(judged) > 1 and not drawn:
         bound = max(bound, largest_rounding(next(iter(judged.values()))))
     return [Arm(name, ones, bound, stop_ids, cap, drawn, blur) for name, ones in judged.items()]
 
@@ -347,10 +380,11 @@ def first_tokens(referee: Referee, arm: Arm) -> Iterator[tuple[Answered, int, fl
         n = len(answers)
         if n < SEEDS:
             continue
-        probs = referee.first_tokens(answers[0].prompt).numpy()
-        stop = max(arm.stop_ids, key=lambda token: probs[token], default=0)  # that an empty answer left out
-        counts = np.bincount([(answer.tokens or [stop])[0] for answer in answers], minlength=len(probs))
-        yield answers[0], n, multinomial_p(counts, probs, most_changed(arm.blur, referee.temperature))
+        first = referee.first_tokens(answers[0].prompt, arm.bound)
+        # That an empty answer left out.
+        stop = max(arm.stop_ids, key=lambda token: first.probs[token], default=0)
+        counts = np.bincount([(answer.tokens or [stop])[0] for answer in answers], minlength=len(first.probs))
+        yield answers[0], n, first.p_value(counts, most_changed(arm.blur, referee.decoding.temperature))
 
 
 def multinomial_p(counts: np.ndarray, probs: np.ndarray, odds: float = 1.0) -> float:

@@ -113,12 +113,13 @@ def llama_cpp(url: str, request: Request, stops: frozenset[int], timeout: float,
         EngineError: The server fails, or its counts do not fit its tokens.
     """
     decoding = request.decoding
+    drawn = {"temperature": decoding.temperature, **decoding.truncation}
     body = {
         "prompt": request.prompt,
         "n_predict": decoding.max_new_tokens,
-        "temperature": decoding.temperature,
+        **drawn,
         "seed": request.seed % 2**32,
-        "samplers": ["temperature"],
+        "samplers": [*drawn],  # one after the other
         "stream": True,
         "return_tokens": True,
         "cache_prompt": False,
@@ -146,7 +147,7 @@ def llama_cpp(url: str, request: Request, stops: frozenset[int], timeout: float,
             reply.at_limit = event.get("stop_type") == "limit"
             reply.echoed = {
                 name: settings[key]
-                for name, key in (("max_new_tokens", "n_predict"), ("temperature", "temperature"))
+                for name, key in (("max_new_tokens", "n_predict"), *((one, one) for one in drawn))
                 if key in settings
             }
             break
@@ -238,7 +239,9 @@ def openai(
         "prompt": request.prompt,
         "max_tokens": decoding.max_new_tokens,
         "temperature": decoding.temperature,
-        **NEUTRAL,  # else vLLM takes them from the checkpoint's generation config
+        # Else vLLM takes them from the checkpoint's generation config.
+        **NEUTRAL,
+        **decoding.truncation,
         "seed": request.seed % 2**32,
         "stream": True,
         "stream_options": {"include_usage": True},

@@ -79,7 +79,10 @@ class OwnDecoder:
             raise RequestError(
                 f"'prompt' has token {max(completion.prompt)}, but only {self.vocab_size} exist"
             )
-        decoding = SamplingParams(completion.max_tokens, float(completion.temperature), self.verification)
+        temperature, top_p = float(completion.temperature), float(completion.top_p)
+        decoding = SamplingParams(
+            completion.max_tokens, temperature, self.verification, completion.top_k, top_p
+        )
         stops = self.stop_ids | frozenset(completion.stop_token_ids)
         request = Request(completion.prompt, decoding, completion.seed, stops)
         with self.scheduler.sending(send):

@@ -315,7 +315,7 @@ class ServedEngine:
         accepted; drawn ones may be wrong for another reason. Each server answers in turn, so that none spins meanwhile.
         """
         longest_first = sorted(requests, key=lambda one: len(one.prompt), reverse=True)
-        greedy = [replace(one, decoding=replace(one.decoding, temperature=0.0)) for one in longest_first]
+        greedy = [replace(one, decoding=one.decoding.greedily()) for one in longest_first]
         replies = [self._tried(PLAIN, request) for request in greedy[:TRIALS]]
         if self._tried(PLAIN, greedy[0]).tokens != replies[0].tokens:
             self.note("plain: two answers to one prompt differ")
@@ -400,10 +400,10 @@ def _check_read(name: str, reply: Reply, request: Request) -> None:
         raise UserError(
             f"the {name} server took {reply.cached_tokens} prompt tokens from its cache: disable its prefix cache"
         )
-    wanted = {"max_new_tokens": request.decoding.max_new_tokens, "temperature": request.decoding.temperature}
     for key, value in reply.echoed.items():
-        if not math.isclose(value, wanted[key], abs_tol=1e-6):
-            raise UserError(f"the {name} server took {key}={value}, not {wanted[key]}")
+        wanted = getattr(request.decoding, key)
+        if not math.isclose(value, wanted, abs_tol=1e-6):
+            raise UserError(f"the {name} server took {key}={value}, not {wanted}")
 
 
 def is_here(host: str | None) -> bool:

@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 from specbench.config.spec import AGAIN, BASELINE, HF, METHOD, OWN_LOOP, SINGLE
 from specbench.decoding.cpu.packed_linear import assume_unchanged
 from specbench.decoding.engine import Rounds, exhaust
-from specbench.decoding.sampling import SamplingParams, truncate_at_stop
+from specbench.decoding.sampling import truncate_at_stop
 from specbench.decoding.state import Request
 from specbench.decoding.trace import Clock, Generation, Step
 from specbench.models.pairs import Pair
@@ -234,12 +234,11 @@ def hf_generate_arm(pair: Pair, batch_size: int = 1, pass_bytes: int | None = 0,
     without_gradients = torch.no_grad() if "cache_implementation" in options else torch.inference_mode()
 
     def generate(requests: list[Request], pause: Pause) -> list[Generation]:
-        decoding = SamplingParams(
-            max(r.decoding.max_new_tokens for r in requests), requests[0].decoding.temperature
-        )
-        sampling = {} if decoding.greedy else {"temperature": decoding.temperature, "top_k": 0, "top_p": 1.0}
+        decoding = requests[0].decoding
+        names = "temperature", "top_k", "top_p"
+        sampling = {} if decoding.greedy else dict(zip(names, decoding.distribution))
         config = GenerationConfig(
-            max_new_tokens=decoding.max_new_tokens,
+            max_new_tokens=max(request.decoding.max_new_tokens for request in requests),
             do_sample=not decoding.greedy,
             eos_token_id=sorted(pair.stop_ids) or None,
             pad_token_id=pad,

@@ -260,8 +260,9 @@ class Certifier:
         target, decoding, stop_ids = self.setup.target, request.decoding, self.setup.pair.stop_ids
         # Rounding in float32 is negligible beside a temperature.
         noise = 0.0 if target.dtype == torch.float32 else self.noise(METHOD)
-        limit = decoding.max_new_tokens
-        return likelihood(target, request.prompt, tokens, decoding.temperature, limit, stop_ids, noise)
+        # But not at the edge of top_k and top_p, where the judge's passes are the model's own, as another program's are.
+        edge_noise = max(self.noise(METHOD), self._noise_of_others) if decoding.truncation else 0.0
+        return likelihood(target, request.prompt, tokens, decoding, stop_ids, noise, edge_noise)
 
     def leans(self, requests: list[Request]) -> list[Lean]:
         """How far the method's sampled answers lean towards their drafts; [] if that cannot be measured.
@@ -336,7 +337,7 @@ class Certifier:
         assert served is not None
         drawn = self.protocol.warm_up_requests(NOISE_TOKENS)
         # Greedy: if a server returns no probabilities, a drawn token would pass for rounding.
-        requests = [replace(one, decoding=replace(one.decoding, temperature=0.0)) for one in drawn]
+        requests = [replace(one, decoding=one.decoding.greedily()) for one in drawn]
         answers = [(request.prompt, *served.tops(request)) for request in requests]
         return engine_noise(self.setup.target, answers)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from specbench.decoding.sampling import truncate_at_stop
+from specbench.decoding.sampling import SamplingParams, truncate_at_stop
 from specbench.measure.numeric_noise import ENGINE_NOISE
 
 if TYPE_CHECKING:
@@ -104,5 +104,5 @@ class EngineReferee:
         self, request: Request, answer: Sequence[int], n: int
     ) -> tuple[list[int], list[dict[int, float]]]:
         """The `n` tokens at most with which the plain server continues an answer; and as `Served.tops`."""
-        decoding = replace(request.decoding, max_new_tokens=n, temperature=0.0)
-        return self.served.tops(replace(request, prompt=[*request.prompt, *answer], decoding=decoding))
+        prompt = [*request.prompt, *answer]
+        return self.served.tops(replace(request, prompt=prompt, decoding=SamplingParams(n)))

@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from specbench.measure.numeric_noise import forced_logits, forced_rows
+from specbench.measure.truncation import LARGEST_EXPONENT, highest_probs, truncated
 
 if TYPE_CHECKING:
     from specbench.decoding.model.staged_model import StagedModel
+    from specbench.decoding.sampling import SamplingParams
 
 BLOCK = 32  # tokens per block
-LARGEST_EXPONENT = 700.0  # whose power of e a float holds
 LEAST = -1e3  # log p of a token that is never drawn, whose share of a moment is 0
 RAREST = 4  # tokens of an answer that are judged separately
 BLURS = 8  # random perturbations whose distributions are averaged
@@ -63,25 +64,25 @@ def likelihood(
     target: StagedModel,
     prompt: list[int],
     tokens: list[int],
-    temperature: float,
-    limit: int,
+    decoding: SamplingParams,
     stop_ids: Collection[int],
     noise: float = 0.0,
+    edge_noise: float = 0.0,
 ) -> Likelihood:
-    """The likelihood of an answer under the target at a temperature, its end included.
+    """The likelihood of an answer under the target, its end included.
 
     Args:
         target: the referee.
         prompt: token ids.
         tokens: of the answer, with its stop token or without.
-        temperature: that it was drawn at.
-        limit: tokens that it may have.
+        decoding: how it was drawn.
         stop_ids: that end an answer.
         noise: as in `of_logits`.
+        edge_noise: likewise.
     """
     logits = judging_logits(target, prompt, [*tokens, 0])
-    drawn = with_stop(tokens, limit, stop_ids, logits[-1])
-    return of_logits(logits[: len(drawn)], drawn, temperature, noise)
+    drawn = with_stop(tokens, decoding.max_new_tokens, stop_ids, logits[-1])
+    return of_logits(logits[: len(drawn)], drawn, decoding, noise, edge_noise)
 
 
 def judging_logits(target: StagedModel, prompt: list[int], answer: list[int]) -> torch.Tensor:
@@ -108,10 +109,25 @@ def with_stop(tokens: list[int], limit: int, stop_ids: Collection[int], logits: 
     return [*tokens, max(stop_ids, key=lambda token: float(logits[token]))]
 
 
-def of_logits(logits: torch.Tensor, tokens: list[int], temperature: float, noise: float = 0.0) -> Likelihood:
+def of_logits(
+    logits: torch.Tensor,
+    tokens: list[int],
+    decoding: SamplingParams,
+    noise: float = 0.0,
+    edge_noise: float = 0.0,
+) -> Likelihood:
     """As `likelihood`, from the target's logits [n, vocab] at the places of n tokens.
 
-    noise: rounding noise of the logits that tokens were drawn from, as `numeric_noise` measures it.
+    With top_k or top_p, log p is that of the whole distribution: it is finite for every token. Its mean and variance
+    are those of tokens drawn from the truncated one.
+
+    Args:
+        logits: of the target.
+        tokens: drawn ones.
+        decoding: how they were drawn.
+        noise: rounding noise of the logits that tokens were drawn from, as `numeric_noise` measures it, where it matters
+            for probabilities.
+        edge_noise: the same where it matters for which tokens top_k and top_p leave out, which is in float32, too.
     """
     logprob = surprise = 0.0
     rarest: list[float] = []
@@ -120,13 +136,17 @@ def of_logits(logits: torch.Tensor, tokens: list[int], temperature: float, noise
     ids = torch.tensor(tokens, dtype=torch.long, device=logits.device)
     # In parts: all at once would take several times the memory of the logits.
     for block, drawn in zip(logits.split(BLOCK), ids.split(BLOCK)):
-        logp = token_logprobs(block, temperature)
-        p, floored = logp.exp(), logp.clamp(min=LEAST)
+        logp = token_logprobs(block, decoding.temperature)
+        probs, floored = logp.exp(), logp.clamp(min=LEAST)
+        p = truncated(probs, block, decoding)
         entropy = -(p * floored).sum(-1)
         chosen = logp.gather(1, drawn[:, None]).squeeze(1)
         logprob += chosen.sum().item()
         surprise += (chosen + entropy).sum().item()
-        tails = torch.where(logp <= chosen[:, None], p, 0.0).sum(-1)
+        highest = highest_probs(probs, block, decoding, max(noise, edge_noise))
+        tails = torch.where(logp <= chosen[:, None], highest, 0.0).sum(-1)
+        if not decoding.truncation:  # only a token that is left out has no chance at all
+            tails = tails.clamp(min=torch.finfo(tails.dtype).tiny)
         rarest = sorted([*rarest, *tails.tolist()])[:RAREST]
         apart = floored + entropy[:, None]
         sharp += moments(p, apart)
@@ -134,11 +154,12 @@ def of_logits(logits: torch.Tensor, tokens: list[int], temperature: float, noise
             p = torch.zeros_like(p)
             for _ in range(BLURS):
                 moved = torch.randn(block.shape, generator=generator, device=block.device)
-                p += token_logprobs(block + DEVIATION * noise * moved, temperature).exp() / BLURS
+                other = block + DEVIATION * noise * moved
+                p += truncated(token_logprobs(other, decoding.temperature).exp(), other, decoding) / BLURS
             blurred += moments(p, apart)
     _, variance, third = sharp.tolist()
     expected, blurred_variance, blurred_third = blurred.tolist() if noise > 0.0 else (0.0, variance, third)
-    most = most_changed(noise, temperature)
+    most = most_changed(noise, decoding.temperature)
     rarest = [min(tail * most, 1.0) for tail in rarest]
     return Likelihood(
         len(tokens), logprob, surprise, variance, third, expected, blurred_variance, blurred_third, rarest

@@ -20,6 +20,7 @@ from specbench.decoding.model.graphs import Options, set_options, uncaptured
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.state import Draft
 from specbench.decoding.tree import Tree
+from specbench.measure.truncation import truncated_margin
 from specbench.system.processes import free_memory
 
 if TYPE_CHECKING:
@@ -116,7 +117,10 @@ def drawn_margin(logits: torch.Tensor, other: int, decoding: SamplingParams, uni
     A draw selects the token whose interval of the distribution function F contains the number u. Moving logits apart by
     d moves F within logit(F) +- d / temperature. So the distance is temperature x |logit(u) - logit(F)| at the end of
     the other token's interval that is nearer to u: a distance between logits, as in greedy decoding.
+    With top_k or top_p, d also decides which tokens have an interval.
     """
+    if decoding.truncation:
+        return truncated_margin(logits, other, decoding, uniform)
     ends = decoding.probs(logits).double().cumsum(-1)
     ends = ends / ends[-1]
     low, high = (ends[other - 1] if other else ends.new_zeros(())), ends[other]

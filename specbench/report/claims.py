@@ -19,7 +19,7 @@ from specbench.measure.metrics.metrics import EXACT, TIE, VERDICTS
 from specbench.measure.metrics.statistics import CONFIDENCE, Speedup
 from specbench.report import cells, formats, remarks, verdicts
 from specbench.report.compare import differing_conditions, hindrance
-from specbench.report.labels import method_label, named
+from specbench.report.labels import DISTRIBUTION, method_label, named
 from specbench.system.errors import UserError
 from specbench.system.files import file_sha256
 from specbench.system.settings import CONSTANT, TYPICAL
@@ -46,6 +46,8 @@ REAL_TEXT = {"data": "spec_bench", "questions_sha256": QUESTIONS["spec_bench"]}
 OVERALL = {
     "task": "all",
     "temperature": 0.0,
+    "top_k": 0,
+    "top_p": 1.0,
     "data": [*QUESTIONS],
     "questions_sha256": [*QUESTIONS.values()],
     "turns": None,
@@ -53,11 +55,11 @@ OVERALL = {
 # What two runs must share for their numbers to be compared; their questions are paired one by one.
 CONTEXT = (
     *("pair", "target", "data", "questions_sha256", "split", "turns"),
-    *("dtype", "device", "weights", "anatomy", "temperature", "verification", "protocol"),
+    *("dtype", "device", "weights", "anatomy", *DISTRIBUTION, "verification", "protocol"),
     *("threads", "drafter", "max_new_tokens", "processor"),
 )
 # What runs of one family must share for their answers to be the same.
-SAME_ANSWERS = ("method", "questions_sha256", "temperature", "dtype")
+SAME_ANSWERS = ("method", "questions_sha256", *DISTRIBUTION, "dtype")
 STYLES = {
     "supported": "green",
     "supported (point estimate)": "",

@@ -29,6 +29,7 @@ from specbench.report.cells import (
 )
 from specbench.report.labels import (
     DIFFERING,
+    DISTRIBUTION,
     as_text,
     chosen_settings,
     method_label,
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 
 # What alternatives share; what a title words differently from a label.
 SETTING = (
-    *("pair", "data", "split", "turns", "task", "limit", "temperature", "max_new_tokens", "seed"),
+    *("pair", "data", "split", "turns", "task", "limit", *DISTRIBUTION, "max_new_tokens", "seed"),
     *("verification", "dtype", "device", "processor", "weights", "anatomy", "batch_size", "pool", "protocol"),
 )
 IN_TITLES = DIFFERING | {
@@ -55,10 +56,14 @@ IN_TITLES = DIFFERING | {
     "data": "data={}",
     "task": "task={}",
     "temperature": "temperature {:g}",
+    "top_k": "top_k {}",
+    "top_p": "top_p {:g}",
 }
 USUAL = {
     "pool": 48,
     "temperature": 0.0,
+    "top_k": 0,
+    "top_p": 1.0,
     "seed": 0,
     "verification": TOKEN,
     "task": "all",

@@ -27,6 +27,8 @@ DIFFERING = {
     "task": "{}",
     "limit": "limit={}",
     "temperature": "T={:g}",
+    "top_k": "top_k={}",
+    "top_p": "top_p={:g}",
     "max_new_tokens": "max_new_tokens={}",
     "seed": "seed={}",
     "threads": "threads={}",
@@ -47,6 +49,7 @@ DIFFERING = {
     "engine_plain": "{}",
     "experiment": "{}",
 }
+DISTRIBUTION = ("temperature", "top_k", "top_p")  # that tokens are drawn from
 # Keys that depend on others: a difference only between runs that agree in those.
 COMES_WITH = {
     "anatomy": ("pair",),
@@ -91,7 +94,7 @@ def _question(summary: Mapping) -> tuple:
     """What engines that are shown side by side share."""
     return tuple(
         summary[key]
-        for key in ("method", "pair", "data", "split", "turns", "questions_sha256", "temperature")
+        for key in ("method", "pair", "data", "split", "turns", "questions_sha256", *DISTRIBUTION)
     )
 
 

@@ -385,7 +385,7 @@ def title_text(summary: dict) -> Text:
     chosen = as_text({name: value for name, value in summary["settings"].items() if value is not None})
     settings = f" ({', '.join(chosen)})" if chosen else ""
     text.append(f"{method_label(summary)}{settings}", style="bold").append(
-        f" on {summary['pair']}: {summary['data']}, {summary['task']}, temperature {summary['temperature']}, "
+        f" on {summary['pair']}: {summary['data']}, {summary['task']}, {_sampling(summary)}, "
         f"{_verification(summary)}batch {summary['batch_size']}, {dtype_label(summary)}, "
         f"{summary['device']}{_threads(summary)}, {turns(summary)}"
     )
@@ -397,6 +397,13 @@ def title_text(summary: dict) -> Text:
         built = f"expanded, {summary['anatomy']} at {summary['pair']}'s dimensions"
         text.append(f"\n{built}: {EXPANDED}", style="yellow")
     return text
+
+
+def _sampling(summary: dict) -> str:
+    """The temperature, and which tokens were left out, if any were."""
+    top_k, top_p = summary["top_k"], summary["top_p"]
+    left_in = [f"top_k {top_k}"] * (top_k > 0) + [f"top_p {top_p}"] * (top_p < 1)
+    return ", ".join([f"temperature {summary['temperature']}", *left_in])
 
 
 def _verification(summary: dict) -> str:

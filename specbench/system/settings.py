@@ -32,7 +32,7 @@ class Range:
         if self.low == self.high:
             return f"equal to {self.low}"
         if self.high < math.inf:
-            return f"from {self.low} to {self.high}"
+            return f"above {self.low}, up to {self.high}" if self.above else f"from {self.low} to {self.high}"
         return f"above {self.low}" if self.above else f"of at least {self.low}"
 
 
@@ -43,6 +43,7 @@ Natural = Annotated[int, Range(0)]
 Positive = Annotated[float, Range(0, above=True)]
 NotNegative = Annotated[float, Range(0)]
 Probability = Annotated[float, Range(0, 1)]
+TopP = Annotated[float, Range(0, 1, above=True)]
 # 0 is greedy; logits divided by less than the lowest temperature for sampling can overflow: no distribution is left.
 Temperature = Annotated[float, Range(0, 0)] | Annotated[float, Range(1e-6)]
 Seed = Annotated[

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from specbench.decoding import acceptance
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import (
+    FEW,
     NOT_DRAWN,
     TARGET,
     SamplingParams,
@@ -20,7 +23,15 @@ from specbench.decoding.sampling import (
 )
 from specbench.system.errors import UserError
 from tests.support.decoding import random_pair
-from tests.support.distribution import PROMPT, SHAPE, p_value_alone
+from tests.support.distribution import (
+    LENGTH,
+    PROMPT,
+    SHAPE,
+    answered_pairs,
+    expected_counts,
+    p_value,
+    p_value_alone,
+)
 from tests.support.drafters import EarlyExit, ModelChain, ModelTree
 
 
@@ -44,6 +55,25 @@ def test_answers_follow_the_target(pair, kind):
     assert p_value_alone(pair, DRAFTERS[kind](pair)) > 1e-3
 
 
+@pytest.mark.one_in(2)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_answers_follow_the_target_with_top_k_and_top_p(pair, kind):
+    """Of five tokens, some are left out at most places."""
+    assert p_value_alone(pair, DRAFTERS[kind](pair), top_k=4, top_p=0.9) > 1e-3
+
+
+@pytest.mark.slow
+def test_a_target_that_leaves_nothing_out_is_found(pair):
+    drafter = ModelChain(pair.draft, 3)
+    assert (
+        p_value(
+            answered_pairs(pair, drafter, SamplingParams(LENGTH, 1.0)), expected_counts(pair.target, 4, 0.9)
+        )
+        < 1e-6
+    )
+
+
 @pytest.mark.slow
 def test_a_spoiled_residual_is_found(pair, monkeypatch):
     monkeypatch.setattr(acceptance, "residual", lambda p, q: p)
@@ -56,6 +86,45 @@ def test_probabilities_are_those_of_single_precision():
     probs = SamplingParams(4, 0.7).probs(logits)
     assert probs.dtype == torch.float32
     torch.testing.assert_close(probs, torch.softmax(logits.float() / 0.7, -1), rtol=0, atol=0)
+
+
+CUTS = [
+    {"top_k": 5},
+    {"top_p": 0.8},
+    {"top_k": 7, "top_p": 0.5},
+    {"top_k": 1},
+    {"top_p": 1e-6},
+    {"top_k": 99},
+]
+
+
+@pytest.mark.parametrize("scale", [3.0, 0.1])  # steep, flat
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+def test_top_k_and_top_p_are_those_of_transformers(cut, scale):
+    generator = torch.Generator().manual_seed(1)
+    logits = scale * torch.randn(300, 2 * FEW, generator=generator)
+    scores = logits / 0.7
+    if "top_k" in cut:
+        scores = TopKLogitsWarper(cut["top_k"])(None, scores)
+    if "top_p" in cut:
+        scores = TopPLogitsWarper(cut["top_p"])(None, scores)
+    torch.testing.assert_close(SamplingParams(1, 0.7, **cut).probs(logits), scores.softmax(-1))
+
+
+def test_tokens_as_likely_as_the_last_one_are_drawn_as_well():
+    logits = torch.tensor([[2.0, 1.0, 1.0, 1.0, 0.0]])
+    for cut in ({"top_k": 2}, {"top_p": 0.6}):
+        assert (SamplingParams(1, 1.0, **cut).probs(logits) > 0).tolist() == [[True] * 4 + [False]]
+    # top_p counts all that top_k leaves in: of four tokens the first has 0.48.
+    cut = SamplingParams(1, 1.0, top_k=2, top_p=0.5)
+    assert (cut.probs(logits) > 0).sum() == 4 and (replace(cut, top_p=0.47).probs(logits) > 0).sum() == 1
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+def test_no_token_is_drawn_of_logits_that_are_no_numbers(cut):
+    logits = torch.tensor([[0.0, float("nan"), 2.0], [float("inf"), 1.0, 0.0], [float("nan")] * 3])
+    tokens, _ = SamplingParams(1, 1.0, **cut).select(logits, torch.full((3,), 0.5))
+    assert tokens.tolist() == [NOT_DRAWN] * 3
 
 
 def test_weights_that_are_no_distribution_give_no_token():

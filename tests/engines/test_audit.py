@@ -26,6 +26,7 @@ from specbench.engines.audit import (
     TIE,
     VIOLATION,
     Arm,
+    FirstTokens,
     Referee,
     arms_of,
     first_tokens,
@@ -46,6 +47,7 @@ from tests.support.decoding import generate_with_transformers, random_pair
 from tests.support.messages import shown
 
 PROMPT, NEW = [3, 9, 27, 11, 33, 29, 17], 24
+DRAWN = SamplingParams(1, 0.8)
 
 
 def answered(tokens, prompt=PROMPT, name="1", logprobs=None, cap=NEW) -> Answered:
@@ -63,7 +65,7 @@ def greedy_of(arch: str, prompt: tuple[int, ...]) -> list[int]:
 
 
 def audited(pair, answers: list[Answered], tolerance: float | None = 1e-3) -> Arm:
-    [arm] = arms_of(Referee(pair, 0.0), {"answers": answers}, NEW, tolerance)
+    [arm] = arms_of(Referee(pair, SamplingParams(1)), {"answers": answers}, NEW, tolerance)
     return arm
 
 
@@ -93,13 +95,15 @@ def test_answers_of_transformers_in_half_precision_are_none_that_another_program
         asked = {"attention_mask": torch.ones_like(ids), "max_new_tokens": NEW, "top_k": 0, "pad_token_id": 0}
         text = pair.target.generate(ids, eos_token_id=sorted(pair.stop_ids) or None, **asked)
         answers.append(answered(text[0, len(prompt) :].tolist(), prompt, str(i)))
-    [arm] = arms_of(Referee(pair, temperature), {"answers": answers}, NEW, None)
+    [arm] = arms_of(Referee(pair, SamplingParams(1, temperature)), {"answers": answers}, NEW, None)
     if temperature:
         assert abs(errors(arm)) < SURPRISE
     else:
         assert arm.verdicts[VIOLATION] == 0 and 0.01 < arm.bound < 1
         broken = replace(answers[0], tokens=[*answers[0].tokens[:5], 44, *answers[0].tokens[6:]])
-        assert arms_of(Referee(pair, 0.0), {"answers": [broken]}, NEW, None)[0].verdicts == {VIOLATION: 1}
+        assert arms_of(Referee(pair, SamplingParams(1)), {"answers": [broken]}, NEW, None)[0].verdicts == {
+            VIOLATION: 1
+        }
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -165,13 +169,19 @@ def test_rounding_is_measured_on_answers_that_are_long_enough():
     pair = random_pair("llama")
     tokens = greedy(pair)
     noises = [
-        Referee(pair, 0.0).noise([*[answered(tokens[:1])] * short, answered(tokens)]) for short in (0, 5)
+        Referee(pair, SamplingParams(1)).noise([*[answered(tokens[:1])] * short, answered(tokens)])
+        for short in (0, 5)
     ]
     assert noises[0] == noises[1] > 0
 
 
 def test_an_engine_that_says_nothing_is_not_exact():
-    [arm] = arms_of(Referee(random_pair("llama"), 0.0), {"answers": [answered([], cap=None)] * 2}, None, 1e-3)
+    [arm] = arms_of(
+        Referee(random_pair("llama"), SamplingParams(1)),
+        {"answers": [answered([], cap=None)] * 2},
+        None,
+        1e-3,
+    )
     assert arm.verdicts == {VIOLATION: 2} and arm.departure(arm.judged[0]).reason == "ends early"
 
 
@@ -186,7 +196,7 @@ def test_an_answer_beyond_its_limit_is_a_violation():
 
 def test_a_stop_token_that_was_left_out_changes_no_mean():
     pair, tokens = with_a_stop(random_pair("llama"))
-    referee = Referee(pair, 0.8)
+    referee = Referee(pair, DRAWN)
     with_it, without = (referee.judge(answered(some), NEW) for some in (tokens, tokens[:-1]))
     assert without.likely.surprise == pytest.approx(with_it.likely.surprise)
     last = referee.judge(answered([tokens[-1]], [*PROMPT, *tokens[:-1]], cap=1)).logprob
@@ -223,7 +233,7 @@ def test_without_a_cap_the_longest_answer_is_at_it():
     pair = random_pair("llama")
     tokens = greedy(pair)
     answers = [answered(tokens, cap=None), answered(tokens[:7], name="2", cap=None)]
-    [arm] = arms_of(Referee(pair, 0.0), {"answers": answers}, None, 1e-3)
+    [arm] = arms_of(Referee(pair, SamplingParams(1)), {"answers": answers}, None, 1e-3)
     assert [arm.verdict(one) for one in arm.judged] == [EXACT, VIOLATION]
 
 
@@ -241,7 +251,7 @@ def test_the_plain_arm_says_how_much_an_engine_rounds():
     near, gap = departed(1)
     far, distance = departed(-1)
     assert gap < ENGINE_NOISE < distance
-    referee = Referee(pair, 0.0)
+    referee = Referee(pair, SamplingParams(1))
     cases: tuple = (
         ([near] * 3, {TIE: 1}),
         ([near], {VIOLATION: 1}),  # one departure may as well be a fault
@@ -263,9 +273,9 @@ def test_a_fault_of_the_plain_arm_is_not_the_size_of_its_rounding():
     assert largest_rounding(judged(0.45, 0.01)) == 0.0 == largest_rounding(judged(2.0, 3.0, 4.0))
 
 
-def drawn(pair, count: int, temperature: float, prompt=PROMPT, new: int = 10) -> list[Answered]:
+def drawn(pair, count: int, temperature: float, prompt=PROMPT, new: int = 10, **cut) -> list[Answered]:
     engine = Engine(pair.staged, Drafter(), pair.stop_ids)
-    decoding = SamplingParams(new, temperature)
+    decoding = SamplingParams(new, temperature, **cut)
     answers = [engine.answer(prompt, decoding, seed=seed).tokens for seed in range(count)]
     return [answered(tokens, prompt, str(i), cap=new) for i, tokens in enumerate(answers)]
 
@@ -275,7 +285,7 @@ def errors(arm: Arm) -> float:
 
 
 def drawn_arms(pair, *answers: list[Answered]) -> list[Arm]:
-    referee = Referee(pair, 0.8)
+    referee = Referee(pair, DRAWN)
     return arms_of(referee, {f"{i}": some for i, some in enumerate(answers)}, None, 0.0)
 
 
@@ -297,7 +307,10 @@ def test_drawn_answers_are_as_likely_as_drawn_ones():
     for arm in arms[3:]:
         assert errors(arm) > SURPRISE
     first = {
-        name: p for arm in arms[:3] for _, _, p in first_tokens(Referee(pair, 0.8), arm) for name in arm.name
+        name: p
+        for arm in arms[:3]
+        for _, _, p in first_tokens(Referee(pair, DRAWN), arm)
+        for name in arm.name
     }
     assert first["0"] > 1e-4 > first["1"]
 
@@ -335,11 +348,36 @@ def test_first_tokens_raise_no_more_false_alarms_than_their_p_says():
     assert np.median([multinomial_p(generator.multinomial(60, other), probs) for _ in range(20)]) < 1e-6
 
 
+def test_first_tokens_with_top_k_are_judged_without_those_at_the_edge():
+    """Tokens 2 and 3 are as likely as each other: rounding decides which one top_k leaves out."""
+    probs, yes, no = np.array([0.5, 0.26, 0.12, 0.12]), True, False
+    first = FirstTokens(probs, np.array([yes, yes, no, no]), np.array([yes, yes, yes, yes]))
+    right = np.random.default_rng(0).multinomial(600, [0.58, 0.3, 0.12, 0.0])
+    assert first.p_value(right, 1.0) > 0.01 and first.p_value(right[[0, 1, 3, 2]], 1.0) > 0.01
+    assert first.p_value(right[[1, 0, 2, 3]], 1.0) < 1e-6
+    never = FirstTokens(probs, first.sure, np.array([yes, yes, yes, no]))
+    assert never.p_value(right, 1.0) > 0.01 and never.p_value(right[[0, 1, 3, 2]], 1.0) == 0.0
+    assert first.p_value(np.array([0, 0, 9, 9]), 1.0) == 1.0
+
+
+@pytest.mark.slow
+def test_answers_drawn_with_top_p_are_right_only_if_the_audit_is_told():
+    pair = random_pair("llama")
+    cut = SamplingParams(10, 0.8, top_k=12, top_p=0.8)
+    answers = drawn(pair, 60, 0.8), drawn(pair, 60, 0.8, top_k=12, top_p=0.8)
+    for decoding, right in ((DRAWN, 0), (cut, 1)):
+        referee = Referee(pair, decoding)
+        arms = arms_of(referee, {f"{i}": some for i, some in enumerate(answers)}, None, 0.0)
+        assert [is_off(arm.judgement) for arm in arms] == [i != right for i in (0, 1)]
+        p_values = [p for arm in arms for _, _, p in first_tokens(referee, arm)]
+        assert p_values[right] > 1e-3
+
+
 def test_the_surprise_of_a_token_is_zero_on_average():
     """Over all tokens, weighted by their probabilities; so is its variance what is said."""
     pair = random_pair("llama")
-    referee = Referee(pair, 0.8)
-    probs = referee.first_tokens(PROMPT)
+    referee = Referee(pair, DRAWN)
+    probs = torch.from_numpy(referee.first_tokens(PROMPT, 0.0).probs)
     torch.testing.assert_close(
         probs,
         (pair.target(torch.tensor([PROMPT])).logits[0, -1].double() / 0.8).softmax(-1),

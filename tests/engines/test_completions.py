@@ -119,8 +119,8 @@ def test_what_is_asked_for_reaches_the_decoder():
         asked(url, 5, temperature=0.7)
         posted(url, {"prompt": PROMPT, "seed": None, "model": "x"})
     assert requests == [
-        Completion(PROMPT, 5, 0.7, 7, [2], stream=True),
-        Completion(PROMPT, 16, 0.0, 0, [], stream=False),
+        Completion(PROMPT, 5, 0.7, seed=7, stop_token_ids=[2], stream=True),
+        Completion(PROMPT, 16, 0.0, seed=0, stop_token_ids=[], stream=False),
     ]
 
 
@@ -137,7 +137,9 @@ def test_what_is_asked_for_reaches_the_decoder():
         ({"prompt": [1], "max_tokens": 0}, "at least 1"),
         ({"prompt": [1], "max_tokens": True}, "'max_tokens'"),
         ({"prompt": [1], "temperature": -1}, "at least 0"),
-        ({"prompt": [1], "top_p": 0.9}, "'top_p' is not known"),
+        ({"prompt": [1], "top_k": -2}, "'top_k' must be"),
+        ({"prompt": [1], "top_p": 0.0}, "above 0"),
+        ({"prompt": [1], "min_p": 0.1}, "'min_p' is not known"),
         ({"prompt": [1], "ignore_eos": True}, "'ignore_eos' is not known"),
         ({"prompt": [1], "stream": 1}, "'stream'"),
     ],
@@ -242,13 +244,15 @@ class TestOwnDecoder:
     def pair(self):
         return random_pair("llama")
 
-    @pytest.mark.parametrize("temperature", [0.0, 0.8])
+    @pytest.mark.parametrize(
+        "chosen", [{}, {"temperature": 0.8}, {"temperature": 0.8, "top_k": 9, "top_p": 0.5}], ids=str
+    )
     @pytest.mark.parametrize("drafts", [pytest.param(False, marks=pytest.mark.slow), True])
-    def test_passes_are_the_rounds_of_the_engine(self, pair, drafts, temperature):
+    def test_passes_are_the_rounds_of_the_engine(self, pair, drafts, chosen):
         def drafter() -> Drafter:
             return ModelChain(pair.draft) if drafts else Drafter()
 
-        decoding = SamplingParams(12, temperature)
+        decoding = SamplingParams(12, **chosen)
         alone = Engine(pair.staged, drafter(), pair.stop_ids, None, pair.context_length)
         with serving(own_decoder(pair, drafter())) as url:
             for prompt in (PROMPT, [7] * 30, [4]):

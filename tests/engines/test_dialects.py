@@ -115,6 +115,16 @@ class TestDialects:
         whole = {"llama_cpp": {"samplers": ["temperature"], "cache_prompt": False}, "openai": neutral}
         assert {key: body.get(key) for key in whole[dialect]} == whole[dialect]
 
+    def test_it_asks_for_the_tokens_that_are_left_in(self, dialect):
+        stub = Stub(counting)
+        with serving(stub) as [url]:
+            for cut in ({"top_k": 20, "top_p": 0.9}, {"top_p": 0.9}):
+                DIALECTS[dialect](url, Request(PROMPT, SamplingParams(5, 0.7, **cut), 9), STOPS, PATIENT)
+        both, one = stub.bodies
+        assert (both["top_k"], both["top_p"], one["top_k"], one["top_p"]) == (20, 0.9, 0, 0.9)
+        order = ["temperature", "top_k", "top_p"]  # as in vLLM, which knows no other
+        assert both.get("samplers") == (order if dialect == "llama_cpp" else None)
+
     def test_log_probabilities_come_by_place(self, dialect):
         with serving(Stub(counting)) as [url]:
             reply = DIALECTS[dialect](url, request(6), STOPS, PATIENT, True)

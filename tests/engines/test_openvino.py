@@ -234,6 +234,12 @@ class TestScript:
         assert config.num_assistant_tokens == 5
         decode(completions.Completion(PROMPT, 4), lambda *_: None)
         assert decode.pipeline.asked.do_sample is False
+        for cut in ({"top_k": 5}, {"top_p": 0.5}):
+            decode(completions.Completion(PROMPT, 4, 0.5, **cut), lambda *_: None)
+            asked = decode.pipeline.asked
+            assert (getattr(asked, "top_k", 0), asked.top_p) == (cut.get("top_k", 0), cut.get("top_p", 1.0))
+        with pytest.raises(completions.RequestError, match="set only one"):
+            decode(completions.Completion(PROMPT, 4, 0.5, top_k=5, top_p=0.5), lambda *_: None)
 
     def test_a_client_that_hangs_up_stops_the_answer(self, script):
         def gone(*_):

@@ -18,6 +18,7 @@ from specbench.measure.arms import Setup
 from specbench.measure.certify import Certificate, Certifier, certify, worst
 from specbench.measure.numeric_noise import drawn_margin
 from specbench.measure.protocol import Protocol
+from specbench.measure.truncation import truncated_margin
 from tests.support.decoding import random_pair
 
 STOP = {0}
@@ -319,6 +320,33 @@ def within(function, first):
 def test_a_missing_token_is_a_violation_whatever_the_noise():
     assert certify(REFERENCE, [5, 6], STOP, never, float("inf")).verdict == "violation"
     assert certify([5, 6], [5, 6, 7], STOP, never, float("inf")).verdict == "violation"
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("cut", [{"top_k": 3}, {"top_p": 0.7}, {"top_k": 4, "top_p": 0.9}], ids=str)
+def test_a_token_at_the_edge_is_as_far_off_as_logits_must_move_to_let_it_in(cut, seed):
+    """No random move of logits by less than the margin draws the other token; some by little more do."""
+    g = torch.Generator().manual_seed(seed)
+    logits, decoding, uniform = 2 * torch.randn(6, generator=g), SamplingParams(4, 0.7, **cut), 0.6
+    own = decoding.select(logits[None], torch.tensor([uniform]))[0].item()
+    assert drawn_margin(logits, own, decoding, uniform) == 0.0
+    moved = logits + torch.linspace(0, 3, 4000)[:, None] * (torch.rand(4000, 6, generator=g) - 0.5)
+    size = (moved - logits).amax(1) - (moved - logits).amin(1)  # by how much distances between logits change
+    drawn = decoding.select(moved, torch.full((4000,), uniform))[0]
+    for other in {*drawn.tolist()} - {own}:
+        margin, least = drawn_margin(logits, other, decoding, uniform), size[drawn == other].min()
+        assert 0.0 < margin <= least + 1e-3 and least < 3 * margin + 0.2
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_without_an_edge_the_search_finds_the_same(seed):
+    g = torch.Generator().manual_seed(seed)
+    logits, uniform = 2 * torch.randn(6, generator=g), torch.rand((), generator=g).item()
+    whole, all_six = SamplingParams(4, 0.7), SamplingParams(4, 0.7, top_k=6)
+    for token in range(6):
+        assert truncated_margin(logits, token, all_six, uniform) == pytest.approx(
+            drawn_margin(logits, token, whole, uniform), abs=1e-4
+        )
 
 
 @pytest.mark.parametrize("seed", range(20))

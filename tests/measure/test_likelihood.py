@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from specbench.decoding.sampling import SamplingParams
+from specbench.decoding.sampling import SamplingParams, least_drawn
 from specbench.decoding.state import Request
 from specbench.measure import certify
 from specbench.measure.likelihood import BLOCK, RAREST, likelihood, of_logits
@@ -33,8 +33,12 @@ from tests.support.synthetic import answered
 PLACES, VOCAB = 4000, 37
 
 
-def drawn(logits: torch.Tensor, temperature: float, seed: int = 0) -> list[int]:
-    probs = (logits / temperature).softmax(-1)
+def at(temperature: float) -> SamplingParams:
+    return SamplingParams(1, temperature)
+
+
+def drawn(logits: torch.Tensor, decoding: float | SamplingParams, seed: int = 0) -> list[int]:
+    probs = (decoding if isinstance(decoding, SamplingParams) else at(decoding)).probs(logits)
     return torch.multinomial(probs, 1, generator=torch.Generator().manual_seed(seed)).squeeze(1).tolist()
 
 
@@ -42,15 +46,48 @@ def drawn(logits: torch.Tensor, temperature: float, seed: int = 0) -> list[int]:
 def test_drawn_tokens_lie_within_a_few_standard_errors(temperature):
     logits = 2 * torch.randn(PLACES, VOCAB, generator=torch.Generator().manual_seed(1))
     for seed in range(20):
-        one = of_logits(logits, drawn(logits, temperature, seed), temperature)
+        one = of_logits(logits, drawn(logits, temperature, seed), at(temperature))
         assert one.tokens == PLACES and abs(standard_errors(one.surprise, one.variance)) < SURPRISE
 
 
-@pytest.mark.parametrize(("at", "sign"), [(0.8, 1), (1.3, -1)])
-def test_tokens_of_another_temperature_do_not(at, sign):
+@pytest.mark.parametrize(("other", "sign"), [(0.8, 1), (1.3, -1)])
+def test_tokens_of_another_temperature_do_not(other, sign):
     logits = 2 * torch.randn(PLACES, VOCAB, generator=torch.Generator().manual_seed(1))
-    one = of_logits(logits, drawn(logits, at), 1.0)
+    one = of_logits(logits, drawn(logits, other), at(1.0))
     assert sign * standard_errors(one.surprise, one.variance) > SURPRISE
+
+
+CUTS = [{"top_k": 6}, {"top_p": 0.8}, {"top_k": 12, "top_p": 0.9}]
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+@pytest.mark.parametrize("noise", [0.0, 0.3])
+def test_tokens_drawn_with_top_k_and_top_p_are_judged_as_such(cut, noise):
+    """With noise, the tokens come from other logits than the judge's: at the edge other tokens are left out."""
+    g = torch.Generator().manual_seed(1)
+    logits = 2 * torch.randn(PLACES, VOCAB, generator=g)
+    drawing, decoding = logits + noise / 12 * torch.randn(logits.shape, generator=g), replace(at(0.7), **cut)
+    for seed in range(10):
+        one = asdict(of_logits(logits, drawn(drawing, decoding, seed), decoding, noise))
+        assert abs(errors_of([one])) < SURPRISE and rare_p([one]) > UNLIKELY
+    edges = (drawing.float() / 0.7 < least_drawn(drawing.float() / 0.7, decoding.top_k, decoding.top_p)) != (
+        logits.float() / 0.7 < least_drawn(logits.float() / 0.7, decoding.top_k, decoding.top_p)
+    )
+    assert edges.any() == (noise > 0), "the noise changes no edge: nothing is tested"
+    whole = asdict(of_logits(logits, drawn(logits, 0.7), decoding, noise))
+    assert errors_of([whole]) < -SURPRISE and rare_p([whole]) < UNLIKELY
+    cut_again = asdict(of_logits(logits, drawn(logits, replace(decoding, top_k=2)), decoding, noise))
+    assert errors_of([cut_again]) > SURPRISE
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.05])
+def test_one_token_that_was_left_out_is_found(noise):
+    logits, decoding = torch.randn(PLACES, VOCAB, generator=torch.Generator().manual_seed(2)), at(1.0)
+    decoding = replace(decoding, top_k=9)
+    tokens = drawn(logits, decoding)
+    assert rare_p([asdict(of_logits(logits, tokens, decoding, noise))]) > UNLIKELY
+    tokens[70] = int(logits[70].argsort(descending=True)[14])
+    assert rare_p([asdict(of_logits(logits, tokens, decoding, noise))]) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -62,7 +99,7 @@ def test_what_rounds_otherwise_is_drawn_and_another_temperature_is_none(temperat
     exact = 4 * torch.randn(2 * PLACES, VOCAB, generator=g)
     judging, drawing = (exact + 0.04 * torch.randn(exact.shape, generator=g) for _ in range(2))
     tokens = drawn(drawing, temperature * {0: 1.0, -1: 1.3, 1: 0.8}[said])
-    blind, seeing = (asdict(of_logits(judging, tokens, temperature, noise)) for noise in (0.0, 0.5))
+    blind, seeing = (asdict(of_logits(judging, tokens, at(temperature), noise)) for noise in (0.0, 0.5))
     assert said * errors_of([seeing]) > SURPRISE if said else abs(errors_of([seeing])) < SURPRISE
     assert (abs(errors_of([blind])) > SURPRISE) == (bool(said) or temperature == 0.02)
 
@@ -100,18 +137,18 @@ def test_tokens_that_are_hardly_ever_drawn_are_found_among_many(temperature, noi
         tokens = drawn(logits, temperature, seed)
         pieces = [slice(0, 100), slice(100, PLACES)]
         honest, *parts = (
-            asdict(of_logits(exact[s], tokens[s], temperature, noise)) for s in (slice(None), *pieces)
+            asdict(of_logits(exact[s], tokens[s], at(temperature), noise)) for s in (slice(None), *pieces)
         )
         assert rare_p([honest]) > UNLIKELY and rare_p(parts) == pytest.approx(rare_p([honest]))
         if seed:
             continue
         judged = {"standard_errors": 0.0, "rare_p": rare_p([honest]), "spread_p": None}
         tokens[7] = 5
-        few, many = (asdict(of_logits(exact[:n], tokens[:n], temperature, noise)) for n in (1000, PLACES))
+        few, many = (asdict(of_logits(exact[:n], tokens[:n], at(temperature), noise)) for n in (1000, PLACES))
         assert rare_p([few]) < UNLIKELY < rare_p([many]), "that often a random number is exactly 0"
         assert temperature < 1 or abs(errors_of([few])) < SURPRISE
         tokens[9] = 5
-        wrong = asdict(of_logits(exact, tokens, temperature, noise))
+        wrong = asdict(of_logits(exact, tokens, at(temperature), noise))
         assert (
             rare_p([wrong]) < UNLIKELY and is_off(judged | {"rare_p": rare_p([wrong])}) and not is_off(judged)
         )
@@ -125,7 +162,7 @@ def test_the_least_likely_tokens_are_few_and_their_chances_those_of_a_draw():
     p_values = []
     for i in range(400):
         part = slice(50 * i, 50 * (i + 1))
-        one = of_logits(logits[part], tokens[part], 1.0)
+        one = of_logits(logits[part], tokens[part], at(1.0))
         assert len(one.rarest) == RAREST and one.rarest == sorted(one.rarest) and one.rarest[0] > 0
         p_values.append(rare_p([asdict(one)]))
     assert sum(p < 0.05 for p in p_values) <= 30  # 20 at most are expected
@@ -141,7 +178,7 @@ def test_answers_that_are_drawn_are_not_spread_more_than_chance_has_it(temperatu
     for seed in range(100):
         tokens = drawn(logits, temperature, seed)
         parts = [slice(places * i, places * (i + 1)) for i in range(20)]
-        p_values.append(spread_p([asdict(of_logits(logits[s], tokens[s], temperature)) for s in parts]))
+        p_values.append(spread_p([asdict(of_logits(logits[s], tokens[s], at(temperature))) for s in parts]))
     assert min(p_values) > UNLIKELY and sum(p < 0.01 for p in p_values) <= 5
 
 
@@ -152,7 +189,7 @@ def test_opposite_errors_of_answers_do_not_cancel():
     likely = []
     for i, part in enumerate(parts):
         tokens = drawn(logits[part], 0.8 if i % 2 else 1.24, i)
-        likely.append(asdict(of_logits(logits[part], tokens, 1.0)))
+        likely.append(asdict(of_logits(logits[part], tokens, at(1.0))))
     judged = judgement(likely)
     assert abs(judged["standard_errors"]) < SURPRISE and judged["rare_p"] > UNLIKELY > judged["spread_p"]
     assert is_off(judged) and rarities(judged)[0].startswith("single answers too far off (p = ")
@@ -160,7 +197,7 @@ def test_opposite_errors_of_answers_do_not_cancel():
 
 def test_nothing_blurs_without_noise():
     logits = torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(1))
-    one = of_logits(logits, [1, 2, 3, 4, 5], 0.7)
+    one = of_logits(logits, [1, 2, 3, 4, 5], at(0.7))
     assert (one.blurred_surprise, one.blurred_variance, one.blurred_third) == (0.0, one.variance, one.third)
     assert errors_of([asdict(one)]) == standard_errors(one.surprise, one.variance, one.third)
     assert math.isnan(errors_of([asdict(one) | {"surprise": math.nan}]))
@@ -168,7 +205,7 @@ def test_nothing_blurs_without_noise():
 
 def test_a_model_is_asked_at_the_places_of_the_answer():
     pair, prompt, tokens = random_pair("llama"), [3, 9, 27, 11], [5, 6, 7, 8, 9]
-    one = likelihood(pair.staged, prompt, tokens, 0.7, 5, pair.stop_ids)
+    one = likelihood(pair.staged, prompt, tokens, SamplingParams(5, 0.7), pair.stop_ids)
     logits = pair.target(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].float()
     expected = (logits / 0.7).log_softmax(-1).gather(1, torch.tensor(tokens)[:, None]).sum().item()
     assert one.logprob == pytest.approx(expected, abs=1e-3) and one.tokens == 5
@@ -180,13 +217,13 @@ def test_an_end_without_a_stop_token_was_drawn_too():
     logits = pair.target(torch.tensor([prompt + tokens])).logits[0, -1].float()
     ranked = logits.argsort(descending=True).tolist()
     stop_ids = frozenset({ranked[3], ranked[-1]})
-    full, ended = (likelihood(pair.staged, prompt, tokens, 1.0, n, stop_ids) for n in (3, 9))
+    full, ended = (likelihood(pair.staged, prompt, tokens, SamplingParams(n, 1.0), stop_ids) for n in (3, 9))
     assert (full.tokens, ended.tokens) == (3, 4)
     assert ended.logprob - full.logprob == pytest.approx(float(logits.log_softmax(-1)[ranked[3]]), abs=1e-3)
-    said = likelihood(pair.staged, prompt, [*tokens, ranked[3]], 1.0, 9, stop_ids)
+    said = likelihood(pair.staged, prompt, [*tokens, ranked[3]], SamplingParams(9, 1.0), stop_ids)
     assert said.tokens == 4 and said.logprob == pytest.approx(ended.logprob, abs=1e-3)
-    assert likelihood(pair.staged, prompt, tokens, 1.0, 9, frozenset()).tokens == 3
-    assert likelihood(pair.staged, prompt, [], 1.0, 9, stop_ids).tokens == 1
+    assert likelihood(pair.staged, prompt, tokens, SamplingParams(9, 1.0), frozenset()).tokens == 3
+    assert likelihood(pair.staged, prompt, [], SamplingParams(9, 1.0), stop_ids).tokens == 1
 
 
 def test_a_run_sums_over_its_answers():
@@ -212,10 +249,10 @@ def test_logits_that_are_no_numbers_are_violations_and_no_traceback():
     """The journal holds null for NaN. A logit of minus infinity is none of them: its token is never drawn."""
     logits = torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(1))
     logits[2, 3] = -math.inf
-    fine = asdict(of_logits(logits, [1, 2, 4, 4, 5], 1.0))
+    fine = asdict(of_logits(logits, [1, 2, 4, 4, 5], at(1.0)))
     assert math.isfinite(fine["surprise"]) and math.isfinite(fine["variance"])
     logits[2, 3] = math.nan
-    wrong = finite(asdict(of_logits(logits, [1, 2, 4, 4, 5], 1.0)))
+    wrong = finite(asdict(of_logits(logits, [1, 2, 4, 4, 5], at(1.0))))
     assert wrong["surprise"] is None
     record = answered(1)
     record["turns"][0]["likelihood"] = {"baseline": fine, "method": wrong}
@@ -230,7 +267,7 @@ def test_the_rare_is_judged_by_the_skew_of_the_sum():
     logits = p.log().expand(20, 2)
 
     def errors(*, unlikely: int) -> float:
-        one = of_logits(logits, [0] * (20 - unlikely) + [1] * unlikely, 1.0)
+        one = of_logits(logits, [0] * (20 - unlikely) + [1] * unlikely, at(1.0))
         assert one.third < 0
         return standard_errors(one.surprise, one.variance, one.third)
 
@@ -240,14 +277,14 @@ def test_the_rare_is_judged_by_the_skew_of_the_sum():
 
 def test_what_is_likelier_than_usual_by_a_little_is_no_fault():
     """A fitted curve ends before the sum does: of a token at 0.6 and one at 0.999 the likelier two are the rule."""
-    one = of_logits(torch.tensor([[0.6, 0.4], [0.999, 0.001]]).double().log(), [0, 0], 1.0)
+    one = of_logits(torch.tensor([[0.6, 0.4], [0.999, 0.001]]).double().log(), [0, 0], at(1.0))
     assert 0.5 < standard_errors(one.surprise, one.variance, one.third) < 0.6
 
 
 def test_moments_are_summed_in_blocks():
     torch.manual_seed(0)
     logits, tokens = torch.randn(3 * BLOCK + 5, 40) * 3, [int(i) for i in torch.randint(40, (3 * BLOCK + 5,))]
-    one = of_logits(logits, tokens, 0.7)
+    one = of_logits(logits, tokens, at(0.7))
     logp = (logits.double() / 0.7).log_softmax(-1)
     p, entropy = logp.exp(), -(logp.exp() * logp).sum(-1, keepdim=True)
     assert one.variance == pytest.approx((p * (logp + entropy) ** 2).sum().item(), rel=1e-4)

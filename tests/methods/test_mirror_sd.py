@@ -108,7 +108,7 @@ def test_streams_save_passes():
         pair.draft.model.embed_tokens.weight[:] = 1.0
     model = StagedModel(pair.draft)
     brancher = Brancher(model, DraftHead(model, 61), None, Plan(8, 1, guesses="none"), torch.ones(3, 64))
-    brancher.begin(torch.tensor(PROMPT), 64, 0.0, 0)
+    brancher.begin(torch.tensor(PROMPT), 64, SamplingParams(1), 0)
     found = brancher.settle(0, 5, 8)
     assert found.tokens.tolist() == [7] * 8
     assert found.passes == (0, 3)  # 1, then 4 with three guesses come true, then 4
@@ -121,7 +121,7 @@ def test_a_draft_that_nobody_wants_any_more():
     brancher = Brancher(model, DraftHead(model, 61), None, Plan(4, 2, guesses="draft"))
     drafted = []
     for given_up in (False, True, False):
-        brancher.begin(torch.tensor(PROMPT), 64, 0.0, 0)
+        brancher.begin(torch.tensor(PROMPT), 64, SamplingParams(1), 0)
         brancher.settle(0, 5, 4)
         brancher.expand(4, 4, None)
         found = brancher.settle(1, 7, 4, lambda stop=given_up: stop)

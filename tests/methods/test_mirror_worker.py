@@ -124,7 +124,7 @@ def test_the_target_waits_for_the_drafts_prefill(monkeypatch, target, waits):
     handle = threading.Thread(target=worker.serve, args=(channel, brancher, lambda: True), name="draft")
     handle.start()
     remote = worker.Remote(channel, handle, 5.0)
-    remote.begin(prompt, 9, 0.0, 0)
+    remote.begin(prompt, 9, SamplingParams(1), 0)
     remote.close()
     assert log == [("draft", "prefill"), ("draft", "event"), ("MainThread", waits)]
 
@@ -188,10 +188,10 @@ def test_a_process_is_handed_what_was_written():
     assert channel.reason().startswith("no room no room")
     for number in range(20):  # more messages than the ring holds, taken as they come
         before = time.perf_counter()
-        channel.requests.put(2, number, 5, seconds=(0.5,))
+        channel.requests.put(2, number, 5, reals=(0.5,))
         message = channel.requests.take(lambda: True)
         assert before < message.sent < time.perf_counter()
-        assert (message.kind, message.numbers[:2], message.seconds[0]) == (2, (number, 5), 0.5)
+        assert (message.kind, message.numbers[:2], message.reals[0]) == (2, (number, 5), 0.5)
         assert not channel.requests.waiting()
 
 

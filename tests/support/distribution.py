@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import torch
 from scipy.stats import chisquare
+from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
@@ -22,11 +23,12 @@ SHAPE = {"seed": 108, "vocab_size": VOCAB, "num_hidden_layers": 3}
 
 
 @torch.inference_mode()
-def expected_counts(model) -> torch.Tensor:
+def expected_counts(model, top_k: int = VOCAB, top_p: float = 1.0) -> torch.Tensor:
     """Expected counts of tokens 2 and 3 of the answer together (token 1 comes from the prefill), exactly enumerated."""
 
     def following(prefixes):
-        return torch.softmax(model(prefixes, use_cache=False).logits[:, -1].float(), dim=-1)
+        logits = TopKLogitsWarper(top_k)(prefixes, model(prefixes, use_cache=False).logits[:, -1].float())
+        return torch.softmax(TopPLogitsWarper(top_p)(prefixes, logits), dim=-1)
 
     ids, weights = torch.tensor([PROMPT]), torch.ones(1)
     for _ in range(3):
@@ -56,12 +58,18 @@ def p_value(observed: torch.Tensor, expected: torch.Tensor) -> float:
     return chisquare(observed.numpy(), (expected / expected.sum() * observed.sum()).numpy()).pvalue
 
 
-def p_value_alone(pair, drafter: Drafter, verification: str = TOKEN) -> float:
-    """How well tokens 1 and 2 after the first follow the target when each answer is decoded alone."""
+def answered_pairs(pair, drafter: Drafter, decoding: SamplingParams) -> torch.Tensor:
+    """Counts of tokens 1 and 2 after the first of answers that are decoded one by one."""
     engine = Engine(StagedModel(pair.target), drafter, frozenset())
-    decoding = SamplingParams(LENGTH, 1.0, verification)
-    answers = (engine.answer(PROMPT, decoding, seed=seed).tokens for seed in range(ANSWERS))
-    return p_value(counted(answers), expected_counts(pair.target))
+    return counted(engine.answer(PROMPT, decoding, seed=seed).tokens for seed in range(ANSWERS))
+
+
+def p_value_alone(
+    pair, drafter: Drafter, verification: str = TOKEN, top_k: int = VOCAB, top_p: float = 1.0
+) -> float:
+    """How well they follow the target."""
+    decoding = SamplingParams(LENGTH, 1.0, verification, top_k % VOCAB, top_p)
+    return p_value(answered_pairs(pair, drafter, decoding), expected_counts(pair.target, top_k, top_p))
 
 
 def p_value_in_a_batch(pair, drafter: Drafter, scheduler: Scheduler) -> float:

@@ -274,7 +274,7 @@ class StagedModel:
             return function(batch, *inputs)
         kv_len = fixed_shape.kv_bucket(max(batch.lengths) + entries, owner.capacity) if entries else 0
         b, drawn = batch.size, batch.uniforms
-        key = key, kv_len, batch.decoding.temperature
+        key = key, kv_len, batch.decoding.distribution
 
         def on_tensors(
             seq_lens: torch.Tensor, tokens: torch.Tensor, uniforms: torch.Tensor | None, *rest: torch.Tensor

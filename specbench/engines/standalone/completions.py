@@ -56,6 +56,8 @@ class Completion:
         seed: of the sampling.
         stop_token_ids: that end the answer, beside the model's own.
         stream: whether every pass is sent as it comes.
+        top_k: only this many of the likeliest tokens are drawn; 0: all.
+        top_p: of those, the likeliest ones that together have this probability; 1: all.
     """
 
     prompt: list[int]
@@ -64,6 +66,8 @@ class Completion:
     seed: int = 0
     stop_token_ids: list[int] = field(default_factory=list)
     stream: bool = False
+    top_k: int = 0
+    top_p: float = 1.0
 
     @classmethod
     def of(cls, body: Any) -> Completion:
@@ -76,6 +80,8 @@ class Completion:
             "prompt": (list,),
             "max_tokens": (int,),
             "temperature": (int, float),
+            "top_k": (int,),
+            "top_p": (int, float),
             "seed": (int,),
             "stop_token_ids": (list,),
             "stream": (bool,),
@@ -92,6 +98,8 @@ class Completion:
             raise RequestError("'prompt' must be a list of at least one token id")
         if fields.get("max_tokens", 1) < 1 or fields.get("temperature", 0) < 0:
             raise RequestError("'max_tokens' must be at least 1, and 'temperature' at least 0")
+        if fields.get("top_k", 0) < 0 or not 0 < fields.get("top_p", 1) <= 1:
+            raise RequestError("'top_k' must be at least 0 (0 or -1: all), and 'top_p' above 0, up to 1")
         return cls(**fields)
 
 

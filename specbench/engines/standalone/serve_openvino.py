@@ -93,8 +93,13 @@ class Decoder:
         config.max_new_tokens = completion.max_tokens
         config.stop_token_ids = set(completion.stop_token_ids)
         config.do_sample = completion.temperature > 0
+        if config.do_sample and completion.top_k > 0 and completion.top_p < 1:
+            raise RequestError("OpenVINO's releases apply top_k and top_p in different orders: set only one")
         if config.do_sample:
             config.temperature, config.rng_seed = completion.temperature, completion.seed
+            config.top_p = float(completion.top_p)
+            if completion.top_k > 0:
+                config.top_k = completion.top_k
         set_all(config, self.generation)
         streamer = Streamer(send)
         prompt = openvino.Tensor(np.array([completion.prompt], dtype=np.int64))

@@ -52,8 +52,8 @@ COMPARABLE = (
     *("config.pair.target_shape", "config.pair.width", "config.pair.graphs", "config.pair.compile"),
     *("config.pair.stop_ids", "config.pair.tokenizer", "config.pair.chat_template"),
     *("config.pair.template_kwargs", "config.pair.device_map"),
-    *("config.decoding.max_new_tokens", "config.decoding.temperature"),
-    *("config.decoding.verification", "config.decoding.verify_width"),
+    *("config.decoding.max_new_tokens", "config.decoding.temperature", "config.decoding.top_k"),
+    *("config.decoding.top_p", "config.decoding.verification", "config.decoding.verify_width"),
     *("config.batch_size", "config.protocol", "config.engine.name"),
     "config.engine.plain.",  # not plain_url
 )

@@ -131,7 +131,8 @@ def rare_p(likelihoods: Sequence[Mapping[str, Any]]) -> float:
         return 1.0
     from scipy import stats  # late, as below
 
-    chances = (min(chance + GRAIN, 1.0) for chance in rarest)
+    # A token that is left out has no chance at all.
+    chances = (chance and min(chance + GRAIN, 1.0) for chance in rarest)
     return min(float(stats.binom.sf(rarer, tokens, chance)) for rarer, chance in enumerate(chances))
 
 

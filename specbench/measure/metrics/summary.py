@@ -62,6 +62,7 @@ LATER_FACTS = (
     *("draft", "engine_target", "prompting", "baseline_by_threads"),
     *("reference_answer", "any_length", "longest_path", "max_nodes", "training", "trained_weights"),
 )
+OF_DECODING = ("temperature", "top_k", "top_p", "max_new_tokens", "verification", "draft_length")
 QUESTION_COLUMNS = {
     "question_id": "int64",
     "task": "str",
@@ -110,7 +111,7 @@ def summary(records: list[dict], facts: dict, config: dict) -> dict:
         "target": config["pair"].get("target"),
         "verify_width": decoding["verify_width"],
         **{key: config[key] for key in ("batch_size", "experiment", "protocol", "seed")},
-        **{key: decoding[key] for key in ("temperature", "max_new_tokens", "verification", "draft_length")},
+        **{key: decoding[key] for key in OF_DECODING},
         **{key: config["data"].get(key) for key in ("limit", "split", "turns")},
         "pool": config["pool"] if spec.unit == POOL else None,
         "questions_sha256": facts["questions"],

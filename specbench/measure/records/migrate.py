@@ -11,12 +11,8 @@ from specbench.system.settings import CONSTANT, TOKEN
 # What older runs did not record, with its value for them: None where it is unknown.
 OF_BOTH = dict.fromkeys((*metrics.LATER_FACTS, "engine")) | {"training": {}, "trained_weights": {}}
 LATER_FACTS = OF_BOTH | {"questions": None, "processor": None}
-LATER_DECODING = {
-    "verification": TOKEN,
-    "draft_length": CONSTANT,
-    "verify_width": None,
-    "round_costs": None,
-}
+LATER_CHOICES = {"verification": TOKEN, "draft_length": CONSTANT, "top_k": 0, "top_p": 1.0}
+LATER_DECODING = LATER_CHOICES | {"verify_width": None, "round_costs": None}
 LATER = dict.fromkeys(
     (
         *("settings_source", "settings_tuned_on", "target", "verify_width", "experiment", "split", "turns"),
@@ -24,8 +20,7 @@ LATER = dict.fromkeys(
     )
 ) | {
     **OF_BOTH,
-    "verification": TOKEN,
-    "draft_length": CONSTANT,
+    **LATER_CHOICES,
     "settings_published": {},
     "processes": 1,
     "notes": [],
