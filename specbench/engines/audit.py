@@ -307,7 +307,8 @@ def arms_of(
     drawn = not referee.decoding.greedy
     blur = bound if drawn and referee.target.dtype != torch.float32 else 0.0  # as in a run
     judged = {
-        name: [referee.judge(a, cap, blur, bound) for a in answers] for name, answers in answers_by_arm.items()
+        name: [referee.judge(a, cap, blur, bound) for a in answers]
+        for name, answers in answers_by_arm.items()
     }
     stop_ids = referee.pair.stop_ids
     if tolerance is None and len(judged) > 1 and not drawn:

@@ -355,7 +355,7 @@ def test_first_tokens_with_top_k_are_judged_without_those_at_the_edge():
     right = np.random.default_rng(0).multinomial(600, [0.58, 0.3, 0.12, 0.0])
     assert first.p_value(right, 1.0) > 0.01 and first.p_value(right[[0, 1, 3, 2]], 1.0) > 0.01
     assert first.p_value(right[[1, 0, 2, 3]], 1.0) < 1e-6
-    never = FirstTokens(probs, first.sure, np.array([yes, yes, yes, no]))
+    never = FirstTokens(probs, first.always, np.array([yes, yes, yes, no]))
     assert never.p_value(right, 1.0) > 0.01 and never.p_value(right[[0, 1, 3, 2]], 1.0) == 0.0
     assert first.p_value(np.array([0, 0, 9, 9]), 1.0) == 1.0
 

@@ -236,7 +236,7 @@ FAULTS = (
         "another engine draws from a part of its distribution",
         "engines",
         "specbench/engines/dialects.py",
-        '        "samplers": ["temperature"],\n',
+        '        "samplers": [*drawn],  # one after the other\n',
         "",
         ("tests/engines/test_dialects.py",),
     ),

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from specbench.decoding.sampling import SamplingParams, least_drawn
+from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import Request
 from specbench.measure import certify
 from specbench.measure.likelihood import BLOCK, RAREST, likelihood, of_logits
@@ -70,9 +70,7 @@ def test_tokens_drawn_with_top_k_and_top_p_are_judged_as_such(cut, noise):
     for seed in range(10):
         one = asdict(of_logits(logits, drawn(drawing, decoding, seed), decoding, noise))
         assert abs(errors_of([one])) < SURPRISE and rare_p([one]) > UNLIKELY
-    edges = (drawing.float() / 0.7 < least_drawn(drawing.float() / 0.7, decoding.top_k, decoding.top_p)) != (
-        logits.float() / 0.7 < least_drawn(logits.float() / 0.7, decoding.top_k, decoding.top_p)
-    )
+    edges = (decoding.probs(drawing) > 0) != (decoding.probs(logits) > 0)
     assert edges.any() == (noise > 0), "the noise changes no edge: nothing is tested"
     whole = asdict(of_logits(logits, drawn(logits, 0.7), decoding, noise))
     assert errors_of([whole]) < -SURPRISE and rare_p([whole]) < UNLIKELY
@@ -115,13 +113,14 @@ def test_what_rounds_otherwise_is_drawn_and_another_temperature_is_none(temperat
 )
 def test_half_precision_is_judged_within_the_noise_of_the_run(monkeypatch, dtype, served, noise):
     given = []
-    monkeypatch.setattr(certify, "likelihood", lambda *arguments: given.append(arguments[-1]))
+    monkeypatch.setattr(certify, "likelihood", lambda *arguments: given.append(arguments[-2:]))
     pair = random_pair("llama")
     setup = SimpleNamespace(target=SimpleNamespace(dtype=dtype), pair=pair, served=served)
     certifier = certify.Certifier(setup, None)
     certifier.__dict__ |= {"_noise_of_shapes": 0.25, "_noise_of_served": 0.1, "_noise_of_others": 0.6}
-    certifier.likelihood(Request([3, 9], SamplingParams(4, 0.5)), [5, 6])
-    assert given == [noise]
+    for cut in ({}, {"top_k": 9}):
+        certifier.likelihood(Request([3, 9], SamplingParams(4, 0.5, **cut)), [5, 6])
+    assert given == [(noise, 0.0), (noise, 0.6)]
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0])
