@@ -260,7 +260,7 @@ class Certifier:
         target, decoding, stop_ids = self.setup.target, request.decoding, self.setup.pair.stop_ids
         # Rounding in float32 is negligible beside a temperature.
         noise = 0.0 if target.dtype == torch.float32 else self.noise(METHOD)
-        # But not at the edge of top_k and top_p, where the judge's passes are the model's own, as another program's are.
+        # But not at the edge of top_k and top_p: the judge's passes are the model's own, as another program's are.
         edge_noise = max(self.noise(METHOD), self._noise_of_others) if decoding.truncation else 0.0
         return likelihood(target, request.prompt, tokens, decoding, stop_ids, noise, edge_noise)
 

@@ -125,8 +125,8 @@ def of_logits(
         logits: of the target.
         tokens: drawn ones.
         decoding: how they were drawn.
-        noise: rounding noise of the logits that tokens were drawn from, as `numeric_noise` measures it, where it matters
-            for probabilities.
+        noise: rounding noise of the logits that tokens were drawn from, as `numeric_noise` measures it, for
+            probabilities.
         edge_noise: the same where it matters for which tokens top_k and top_p leave out, which is in float32, too.
     """
     logprob = surprise = 0.0
