@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from specbench.measure.numeric_noise import forced_logits, forced_rows
-from specbench.measure.truncation import LARGEST_EXPONENT, highest_probs, truncated
+from specbench.measure.truncation import highest_probs, truncated
 
 if TYPE_CHECKING:
     from specbench.decoding.model.staged_model import StagedModel
     from specbench.decoding.sampling import SamplingParams
 
 BLOCK = 32  # tokens per block
+LARGEST_EXPONENT = 700.0  # whose power of e a float holds
 LEAST = -1e3  # log p of a token that is never drawn, whose share of a moment is 0
 RAREST = 4  # tokens of an answer that are judged separately
 BLURS = 8  # random perturbations whose distributions are averaged

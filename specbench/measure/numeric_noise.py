@@ -20,7 +20,7 @@ from specbench.decoding.model.graphs import Options, set_options, uncaptured
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.state import Draft
 from specbench.decoding.tree import Tree
-from specbench.measure.truncation import truncated_margin
+from specbench.measure.truncation import odds_apart, truncated_margin
 from specbench.system.processes import free_memory
 
 if TYPE_CHECKING:
@@ -121,13 +121,8 @@ def drawn_margin(logits: torch.Tensor, other: int, decoding: SamplingParams, uni
     """
     if decoding.truncation:
         return truncated_margin(logits, other, decoding, uniform)
-    ends = decoding.probs(logits).double().cumsum(-1)
-    ends = ends / ends[-1]
-    low, high = (ends[other - 1] if other else ends.new_zeros(())), ends[other]
-    nearer = low if uniform < low else high
-    if low <= uniform < high or low == high:  # `other` is drawn anyway, or never
-        return 0.0 if low < high else math.inf
-    return decoding.temperature * float((torch.logit(ends.new_tensor(uniform)) - torch.logit(nearer)).abs())
+    scaled = logits.double() / decoding.temperature
+    return decoding.temperature * odds_apart(scaled, scaled, other, uniform)
 
 
 class ShapeChanges(NamedTuple):

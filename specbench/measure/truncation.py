@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 LEAST_NOISE = 1e-3  # logits: more than rounding in float32
 LARGEST_MARGIN = 64.0  # logits that rounding never moves
-LARGEST_EXPONENT = 700.0  # whose power of e a float holds
+RANDOM_STEP = 2.0**-24  # between random numbers in float32: what is less likely is not drawn
 
 
 def may_be_drawn(logits: torch.Tensor, decoding: SamplingParams, moved: float = 0.0) -> torch.Tensor:
@@ -37,8 +37,7 @@ def may_be_drawn(logits: torch.Tensor, decoding: SamplingParams, moved: float = 
         return torch.ones_like(scaled, dtype=torch.bool)
     in_order = scaled.sort(dim=-1, descending=True).values
     rivals = in_order >= in_order[..., _ranks(decoding, scaled) - 1].unsqueeze(-1) - by
-    likelier = _mass_before(in_order, rivals)
-    count = (rivals & (likelier < _moved_share(decoding.top_p, by))).sum(-1, keepdim=True)
+    count = (rivals & (_odds_before(in_order, rivals) < _odds(decoding.top_p) + by)).sum(-1, keepdim=True)
     return scaled >= in_order.gather(-1, count - 1) - by
 
 
@@ -49,8 +48,7 @@ def is_always_drawn(logits: torch.Tensor, decoding: SamplingParams, moved: float
         return torch.ones_like(scaled, dtype=torch.bool)
     in_order = scaled.sort(dim=-1, descending=True).values
     ranked = torch.arange(scaled.shape[-1], device=scaled.device) < _ranks(decoding, scaled)
-    likelier = _mass_before(in_order, ranked)
-    count = (ranked & (likelier < _moved_share(decoding.top_p, -by))).sum(-1, keepdim=True)
+    count = (ranked & (_odds_before(in_order, ranked) < _odds(decoding.top_p) - by)).sum(-1, keepdim=True)
     first_left_out = torch.nn.functional.pad(in_order, (0, 1), value=-torch.inf).gather(-1, count)
     return scaled > first_left_out + by
 
@@ -58,22 +56,26 @@ def is_always_drawn(logits: torch.Tensor, decoding: SamplingParams, moved: float
 def _scaled(logits: torch.Tensor, decoding: SamplingParams, moved: float) -> tuple[torch.Tensor, float]:
     """Logits and their change, both divided by the temperature."""
     temperature = decoding.temperature or 1.0
-    return logits.float() / temperature, min(moved / temperature, LARGEST_EXPONENT)
+    return logits.double() / temperature, moved / temperature
 
 
 def _ranks(decoding: SamplingParams, scaled: torch.Tensor) -> int:
     return min(decoding.top_k or scaled.shape[-1], scaled.shape[-1])
 
 
-def _mass_before(in_order: torch.Tensor, left_in: torch.Tensor) -> torch.Tensor:
-    """For each logit [..., vocab], in descending order, the probability of those before it, given `left_in`."""
-    probs = in_order.masked_fill(~left_in, -torch.inf).softmax(-1)
-    return probs.cumsum(-1) - probs
+def _odds_before(in_order: torch.Tensor, left_in: torch.Tensor) -> torch.Tensor:
+    """For each logit [..., vocab], in descending order, the log odds of those before it, given `left_in`.
+
+    Not from probabilities: at a low temperature the second token's may be too small for a float.
+    """
+    of_these = in_order.masked_fill(~left_in, -torch.inf)
+    before = torch.nn.functional.pad(of_these.logcumsumexp(-1)[..., :-1], (1, 0), value=-torch.inf)
+    return before - of_these.flip(-1).logcumsumexp(-1).flip(-1)
 
 
-def _moved_share(share: float, by: float) -> float:
-    """A probability whose odds change by a factor of exp(by)."""
-    return 1.0 if share == 1.0 else 1.0 / (1.0 + (1.0 - share) / share * math.exp(-by))
+def _odds(share: float) -> float:
+    """The log odds of a probability above 0."""
+    return math.log(share / (1.0 - share)) if share < 1.0 else math.inf
 
 
 def truncated(probs: torch.Tensor, logits: torch.Tensor, decoding: SamplingParams) -> torch.Tensor:
@@ -102,23 +104,35 @@ def highest_probs(
     return probs * may_be_drawn(logits, decoding, noise) / always.maximum(probs.amax(-1, keepdim=True))
 
 
+def odds_apart(least: torch.Tensor, most: torch.Tensor, other: int, uniform: float) -> float:
+    """The least change of log odds with which a random number falls into a token's interval of any width.
+
+    Args:
+        least: [vocab] logits, divided by the temperature, of the tokens that are always drawn; -inf for others.
+        most: the same of those that may be drawn.
+        other: the token.
+        uniform: the random number.
+    """
+    before, behind = least[:other], least[other + 1 :]
+    low = before.logsumexp(0) - most[other:].logsumexp(0)
+    high = most[: other + 1].logsumexp(0) - behind.logsumexp(0)
+    width = most[other] - torch.cat([before, behind]).logsumexp(0)
+    drawn, least_width = torch.logit(low.new_tensor([uniform, RANDOM_STEP]), RANDOM_STEP)
+    return float(torch.stack([low - drawn, drawn - high, least_width - width]).max().clamp(min=0.0))
+
+
 def truncated_margin(logits: torch.Tensor, other: int, decoding: SamplingParams, uniform: float) -> float:
     """As `numeric_noise.drawn_margin`: the least change of logits [vocab] with which `uniform` draws `other`.
 
-    It is found by bisection. A token's interval is widest if the tokens before it are left out, as far as the change
-    allows, and those after it are not, or the other way round.
+    It is found by bisection. A token's interval reaches furthest down if those before it are left out, as far as the
+    change allows, and those after it are not; and furthest up the other way round.
     """
-    probs = replace(decoding, top_k=0, top_p=1.0).probs(logits).double()
-    drawn = torch.logit(probs.new_tensor(uniform))
+    scaled = logits.double() / decoding.temperature
 
     def is_possible(moved: float) -> bool:
-        most = probs * may_be_drawn(logits, decoding, moved)
-        least = probs * is_always_drawn(logits, decoding, moved)
-        before, after = least[:other].sum(), least[other + 1 :].sum()
-        low = before / (before + most[other:].sum())
-        high = most[: other + 1].sum() / (most[: other + 1].sum() + after)
-        by = moved / decoding.temperature
-        return bool((most[other] > 0) & (torch.logit(low) - by <= drawn) & (drawn <= torch.logit(high) + by))
+        most = scaled.masked_fill(~may_be_drawn(logits, decoding, moved), -torch.inf)
+        least = scaled.masked_fill(~is_always_drawn(logits, decoding, moved), -torch.inf)
+        return decoding.temperature * odds_apart(least, most, other, uniform) <= moved
 
     impossible, possible = 0.0, LARGEST_MARGIN
     if is_possible(impossible):

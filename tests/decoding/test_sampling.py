@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
-from specbench.decoding import acceptance
+from specbench.decoding import acceptance, sampling
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import (
@@ -65,13 +65,8 @@ def test_answers_follow_the_target_with_top_k_and_top_p(pair, kind):
 
 @pytest.mark.slow
 def test_a_target_that_leaves_nothing_out_is_found(pair):
-    drafter = ModelChain(pair.draft, 3)
-    assert (
-        p_value(
-            answered_pairs(pair, drafter, SamplingParams(LENGTH, 1.0)), expected_counts(pair.target, 4, 0.9)
-        )
-        < 1e-6
-    )
+    counts = answered_pairs(pair, ModelChain(pair.draft, 3), SamplingParams(LENGTH, 1.0))
+    assert p_value(counts, expected_counts(pair.target, 4, 0.9)) < 1e-6
 
 
 @pytest.mark.slow
@@ -109,6 +104,15 @@ def test_top_k_and_top_p_are_those_of_transformers(cut, scale):
     if "top_p" in cut:
         scores = TopPLogitsWarper(cut["top_p"])(None, scores)
     torch.testing.assert_close(SamplingParams(1, 0.7, **cut).probs(logits), scores.softmax(-1))
+
+
+@pytest.mark.parametrize("few", [1, 2**20])  # as on a GPU, which sorts at once
+def test_top_p_does_not_depend_on_how_many_tokens_are_tried_first(monkeypatch, few):
+    logits = torch.randn(40, 2 * FEW, generator=torch.Generator().manual_seed(1))
+    cut = SamplingParams(1, 0.7, top_p=0.9)
+    right = cut.probs(logits)
+    monkeypatch.setattr(sampling, "FEW", few)
+    torch.testing.assert_close(cut.probs(logits), right, rtol=0, atol=0)
 
 
 def test_tokens_as_likely_as_the_last_one_are_drawn_as_well():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -165,12 +166,20 @@ class TestWhatServersTell:
         assert fault.startswith("plain: it does not report cached prompt tokens")
 
 
-def test_what_only_one_dialect_tells(pair):
+@pytest.mark.parametrize(
+    ("fault", "decoding", "said"),
+    [
+        ("swallows", SamplingParams(16), "temperature=0.8, not 0.0"),
+        ("narrows", SamplingParams(16, 0.7, top_k=20, top_p=0.9), "top_p=0.8, not 0.9"),
+    ],
+    ids=["temperature", "top_p"],
+)
+def test_what_only_one_dialect_tells(pair, fault, decoding, said):
     with (
-        serving(Stub(counting), Stub(counting, drafts=True, fault="swallows")) as urls,
-        pytest.raises(UserError, match="temperature=0.8"),
+        serving(Stub(counting), Stub(counting, drafts=True, fault=fault)) as urls,
+        pytest.raises(UserError, match=said),
     ):
-        engine_of(pair, urls, "llama_cpp").open([request()])
+        engine_of(pair, urls, "llama_cpp").open([replace(request(), decoding=decoding)])
 
 
 class TestUntoldCounts:

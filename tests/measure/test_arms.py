@@ -323,7 +323,8 @@ def test_each_answer_is_drawn_with_numbers_of_its_own():
     assert len({*seeds}) == 5 and seed() == seeds[0]
 
 
-def test_generate_draws_from_all_tokens_with_the_seed_of_the_request(monkeypatch):
+@pytest.mark.parametrize(("cut", "asked"), [({}, (0, 1.0)), ({"top_k": 9, "top_p": 0.8}, (9, 0.8))], ids=str)
+def test_generate_draws_from_the_tokens_and_with_the_seed_of_the_request(monkeypatch, cut, asked):
     """By itself it would draw from the fifty likeliest."""
     pair, seen = random_pair("llama"), []
     real = pair.target.generate
@@ -332,7 +333,8 @@ def test_generate_draws_from_all_tokens_with_the_seed_of_the_request(monkeypatch
     )
     arm = hf_generate_arm(pair)
     texts = [
-        exhaust(arm([Request(PROMPT, SamplingParams(8, 0.7), seed=seed)]))[0].tokens for seed in (1, 1, 2)
+        exhaust(arm([Request(PROMPT, SamplingParams(8, 0.7, **cut), seed=seed)]))[0].tokens
+        for seed in (1, 1, 2)
     ]
     assert texts[0] == texts[1] != texts[2]
-    assert {(one.do_sample, one.temperature, one.top_k, one.top_p) for one in seen} == {(True, 0.7, 0, 1.0)}
+    assert {(one.do_sample, one.temperature, one.top_k, one.top_p) for one in seen} == {(True, 0.7, *asked)}

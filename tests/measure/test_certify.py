@@ -317,17 +317,21 @@ def within(function, first):
     return called
 
 
+EDGES = [{"top_k": 1}, {"top_k": 3}, {"top_p": 0.3}, {"top_p": 0.7}, {"top_k": 4, "top_p": 0.9}]
+
+
 def test_a_missing_token_is_a_violation_whatever_the_noise():
     assert certify(REFERENCE, [5, 6], STOP, never, float("inf")).verdict == "violation"
     assert certify([5, 6], [5, 6, 7], STOP, never, float("inf")).verdict == "violation"
 
 
 @pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("cut", [{"top_k": 3}, {"top_p": 0.7}, {"top_k": 4, "top_p": 0.9}], ids=str)
-def test_a_token_at_the_edge_is_as_far_off_as_logits_must_move_to_let_it_in(cut, seed):
+@pytest.mark.parametrize("temperature", [0.02, 0.7])
+@pytest.mark.parametrize("cut", EDGES, ids=str)
+def test_a_token_at_the_edge_is_as_far_off_as_logits_must_move_to_let_it_in(cut, temperature, seed):
     """No random move of logits by less than the margin draws the other token; some by little more do."""
     g = torch.Generator().manual_seed(seed)
-    logits, decoding, uniform = 2 * torch.randn(6, generator=g), SamplingParams(4, 0.7, **cut), 0.6
+    logits, decoding, uniform = 2 * torch.randn(6, generator=g), SamplingParams(4, temperature, **cut), 0.6
     own = decoding.select(logits[None], torch.tensor([uniform]))[0].item()
     assert drawn_margin(logits, own, decoding, uniform) == 0.0
     moved = logits + torch.linspace(0, 3, 4000)[:, None] * (torch.rand(4000, 6, generator=g) - 0.5)

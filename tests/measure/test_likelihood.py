@@ -78,6 +78,22 @@ def test_tokens_drawn_with_top_k_and_top_p_are_judged_as_such(cut, noise):
     assert errors_of([cut_again]) > SURPRISE
 
 
+@pytest.mark.parametrize("temperature", [0.02, 1.0])
+def test_of_tokens_that_are_as_likely_as_each_other_any_may_be_left_out(temperature):
+    """In half precision many logits are equal; other programs draw from exactly top_k of them."""
+    logits = (2 * torch.randn(PLACES, VOCAB, generator=torch.Generator().manual_seed(1))).mul(4).round() / 4
+    decoding, noise = replace(at(temperature), top_k=9), 0.1
+    ranked = logits.argsort(dim=-1, descending=True, stable=True)
+    last = logits.gather(1, ranked[:, 8:10])
+    assert (last[:, 0] == last[:, 1]).float().mean() > 0.3, "few are tied: nothing is tested"
+    exactly = torch.full_like(logits, -math.inf).scatter(1, ranked[:, :9], logits.gather(1, ranked[:, :9]))
+    for tokens in (drawn(exactly, temperature), drawn(logits, decoding)):
+        one = asdict(of_logits(logits, tokens, decoding, noise))
+        assert abs(errors_of([one])) < SURPRISE and rare_p([one]) > UNLIKELY
+    tokens[3] = int(ranked[3, 25])
+    assert rare_p([asdict(of_logits(logits, tokens, decoding, noise))]) == 0.0
+
+
 @pytest.mark.parametrize("noise", [0.0, 0.05])
 def test_one_token_that_was_left_out_is_found(noise):
     logits, decoding = torch.randn(PLACES, VOCAB, generator=torch.Generator().manual_seed(2)), at(1.0)

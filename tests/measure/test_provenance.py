@@ -180,6 +180,7 @@ def test_differences_name_what_cannot_be_compared(found):
     "path",
     [
         *("config.decoding.max_new_tokens", "config.decoding.temperature", "config.decoding.verification"),
+        *("config.decoding.top_k", "config.decoding.top_p"),
         *("config.decoding.verify_width", "config.protocol", "config.data.limit", "weights.target.files.x"),
         *("config.pair.template_kwargs.thinking", "config.pair.tokenizer", "config.pair.device_map"),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from contextlib import closing
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -147,14 +148,15 @@ def test_the_same_again_captures_nothing(monkeypatch, method):
 
 
 @pytest.mark.slow
-def test_another_temperature_is_another_pass(monkeypatch):
+@pytest.mark.parametrize("other", [{"temperature": 0.5}, {"top_k": 2}, {"top_p": 0.4}], ids=str)
+def test_another_distribution_is_another_pass(monkeypatch, other):
     """`specbench serve` answers requests of several with one engine."""
-    pair, temperatures = sorted_pair("llama"), (0.5, 1.5, 0.5)
+    pair, usual = sorted_pair("llama"), requests("llama", 2, 1.5)
+    changed = [replace(one, decoding=replace(one.decoding, **other)) for one in usual]
 
     def sampled() -> list[list[int]]:
         engine = Engine(StagedModel(pair.target), DRAFTERS["sps"](pair, None), frozenset())
-        of_all = [request for t in temperatures for request in requests("llama", 2, t)]
-        return [engine.generate([request])[0].tokens for request in of_all]
+        return [engine.generate([request])[0].tokens for request in [*changed, *usual, *changed]]
 
     right = sampled()
     assert right[:2] != right[2:4]

@@ -100,6 +100,7 @@ def test_the_drafts_stream_has_a_high_priority(monkeypatch):
 def test_the_target_waits_for_the_drafts_prefill(monkeypatch, target, waits):
     """On CUDA it is only queued when the draft's thread answers: the rest of it would fall into the first round."""
     log: list[tuple[str, str]] = []
+    begun: list[tuple] = []
 
     def note(what: str) -> None:
         log.append((threading.current_thread().name, what))
@@ -119,13 +120,14 @@ def test_the_target_waits_for_the_drafts_prefill(monkeypatch, target, waits):
         record_stream=lambda stream: None,
         to=lambda device: prompt,
     )
-    brancher = SimpleNamespace(device=device, begin=lambda *given: note("prefill"))
+    brancher = SimpleNamespace(device=device, begin=lambda *given: begun.append(given) or note("prefill"))
     channel = ThreadChannel(device)
     handle = threading.Thread(target=worker.serve, args=(channel, brancher, lambda: True), name="draft")
     handle.start()
     remote = worker.Remote(channel, handle, 5.0)
-    remote.begin(prompt, 9, SamplingParams(1), 0)
+    remote.begin(prompt, 9, SamplingParams(1, 0.7, top_k=5, top_p=0.8), 3)
     remote.close()
+    assert [given[1:] for given in begun] == [(9, SamplingParams(1, 0.7, top_k=5, top_p=0.8), 3)]
     assert log == [("draft", "prefill"), ("draft", "event"), ("MainThread", waits)]
 
 

@@ -185,15 +185,17 @@ def test_settings_that_were_varied_are_alternatives():
 
 
 def test_what_is_decoded_otherwise_has_a_decision_of_its_own():
-    greedy, drawn, batch, half = (
+    greedy, drawn, cut, batch, half = (
         run("sps", 1.5, 1.4, 1.6),
         run("sps", 1.2, 1.1, 1.3, temperature=1.0),
+        run("sps", 1.2, 1.1, 1.3, temperature=1.0, top_k=20, top_p=0.95),
         batched(batch_size=8),
         run("sps", 1.1, 1.05, 1.2, dtype="bfloat16"),
     )
-    settings = [one.setting for one in decisions(runs_of(a=greedy, b=drawn, c=batch, d=half))]
-    assert len(set(settings)) == 4
-    assert "temperature 1" in settings[1] and "batch 8" in settings[2] and "bfloat16" in settings[3]
+    settings = [one.setting for one in decisions(runs_of(a=greedy, b=drawn, c=cut, d=batch, e=half))]
+    assert len(set(settings)) == 5 and "top_k" not in settings[1]
+    assert "temperature 1" in settings[1] and "top_k 20, top_p 0.95" in settings[2]
+    assert "batch 8" in settings[3] and "bfloat16" in settings[4]
 
 
 def test_runs_that_draft_nothing_leave_nothing_to_decide():

@@ -74,6 +74,8 @@ def test_labels_name_what_runs_differ_in():
         ("data", "tiny", "kangaroo, tiny"),
         ("task", "qa", "kangaroo, qa"),
         ("temperature", 0.7, "kangaroo, T=0.7"),
+        ("top_k", 20, "kangaroo, top_k=20"),
+        ("top_p", 0.95, "kangaroo, top_p=0.95"),
         ("max_new_tokens", 512, "kangaroo, max_new_tokens=512"),
         ("limit", 5, "kangaroo, limit=5"),
         ("seed", 1, "kangaroo, seed=1"),

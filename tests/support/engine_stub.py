@@ -72,6 +72,7 @@ FAULTS = {
     "adds": "reads a token more than it was given",
     "remembers": "keeps the prompt of an earlier request",
     "swallows": "decodes at a temperature of its own",
+    "narrows": "decodes with a top_p of its own",
     "uncounted": "does not say what it drafts",
     "sums": "says in total alone what it drafts",
     "joins": "sends two passes in one event",
@@ -118,9 +119,11 @@ def spoiled(tokens: list[int], wrong: str) -> list[int]:
 def llama_cpp_events(stub: Stub, body: dict, wrong: str) -> Iterator[dict]:
     """As llama.cpp: an event for each token, with counts so far; or, without a stream, all at once."""
     tokens = spoiled(stub.answer(body["prompt"], body["n_predict"]), wrong)
-    settings = {"n_predict": body["n_predict"], "temperature": body["temperature"]}
+    settings = {name: body[name] for name in ("n_predict", "temperature", "top_k", "top_p") if name in body}
     if wrong == "swallows":
         settings["temperature"] = 0.8
+    if wrong == "narrows" and "top_p" in settings:
+        settings["top_p"] = 0.8
     read = len(body["prompt"]) + (wrong == "adds")
     cached = {} if wrong == "silent cache" else {"cache_n": 4 if wrong == "remembers" else 0}
     end = {"stop": True, "tokens": [], "tokens_predicted": len(tokens), "tokens_evaluated": read}
