@@ -145,7 +145,7 @@ class Engine:
         of all sequences add up to the time of the rounds.
 
         Args:
-            requests: sequences to decode, at one temperature.
+            requests: sequences to decode, with one temperature, top_k and top_p.
 
         Yields:
             After each round, the tokens that it has added to all answers. Time that the caller spends until the next
@@ -155,8 +155,8 @@ class Engine:
             The answers in the order of the requests.
 
         Raises:
-            UserError: the context cannot hold a request, their temperatures differ, or a token cannot be drawn because
-                logits are not finite.
+            UserError: the context cannot hold a request, they differ in one of these, or a token cannot be drawn
+                because logits are not finite.
         """
         if not requests:
             return []

@@ -51,7 +51,7 @@ class SamplingParams:
     @property
     def truncation(self) -> dict[str, float]:
         """top_k and top_p by name, where they leave out tokens."""
-        cut = {"top_k": self.top_k} if self.top_k > 0 else {}
+        cut: dict[str, float] = {"top_k": self.top_k} if self.top_k > 0 else {}
         return cut if self.top_p == 1.0 else cut | {"top_p": self.top_p}
 
     @property

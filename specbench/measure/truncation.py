@@ -8,7 +8,6 @@ likely, programs leave out different ones.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -113,10 +112,10 @@ def odds_apart(least: torch.Tensor, most: torch.Tensor, other: int, uniform: flo
         other: the token.
         uniform: the random number.
     """
-    before, behind = least[:other], least[other + 1 :]
+    before, after = least[:other], least[other + 1 :]
     low = before.logsumexp(0) - most[other:].logsumexp(0)
-    high = most[: other + 1].logsumexp(0) - behind.logsumexp(0)
-    width = most[other] - torch.cat([before, behind]).logsumexp(0)
+    high = most[: other + 1].logsumexp(0) - after.logsumexp(0)
+    width = most[other] - torch.cat([before, after]).logsumexp(0)
     drawn, least_width = torch.logit(low.new_tensor([uniform, RANDOM_STEP]), RANDOM_STEP)
     return float(torch.stack([low - drawn, drawn - high, least_width - width]).max().clamp(min=0.0))
 
