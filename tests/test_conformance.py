@@ -22,7 +22,7 @@ from methods.ragged import RaggedBatch
 from specbench.config.checks import check
 from specbench.config.spec import BASELINE, METHOD, RunSpec, needs_of
 from specbench.data.questions import warmup_questions
-from specbench.decoding import engine
+from specbench.decoding import engine, sampling
 from specbench.decoding.acceptance import Accepted
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import SamplingParams, sample_inverse_cdf
@@ -193,6 +193,7 @@ def watched_answers(
     monkeypatch: pytest.MonkeyPatch, bench: Bench, requests: list[Request]
 ) -> tuple[list[Generation], Waits]:
     """As `answered`, and where the host waited for the device meanwhile."""
+    monkeypatch.setattr(sampling, "FEW", 2**30)  # only a CPU, which never waits, tries a few tokens first
     bench.setup.drafter.forget()
     bench.setup.set_reference_answers(requests)
     with watched(monkeypatch) as waits:
