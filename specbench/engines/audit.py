@@ -29,7 +29,7 @@ from specbench.measure.likelihood import (
 from specbench.measure.metrics.engine import judgement
 from specbench.measure.metrics.metrics import EXACT, TIE, VIOLATION
 from specbench.measure.numeric_noise import ENGINE_NOISE, forced_logits, foreign_noise, shape_noise
-from specbench.measure.truncation import LEAST_NOISE, is_always_drawn, may_be_drawn
+from specbench.measure.truncation import LEAST_NOISE, left_in
 
 if TYPE_CHECKING:
     from specbench.decoding.model.staged_model import StagedModel
@@ -155,8 +155,7 @@ class Referee:
         """Evaluates the first token after a prompt; noise: the `edge_noise` of `of_logits`."""
         logits = forced_logits(self.target, prompt, [0], BLOCK)[0].cpu()
         probs = (logits / (self.decoding.temperature or 1.0)).softmax(-1).double()
-        noise = max(noise, LEAST_NOISE)
-        always, ever = (f(logits, self.decoding, noise) for f in (is_always_drawn, may_be_drawn))
+        always, ever = left_in(logits, self.decoding, max(noise, LEAST_NOISE))
         return FirstTokens(probs.numpy(), always.numpy(), ever.numpy())
 
 

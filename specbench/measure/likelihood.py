@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from specbench.measure.numeric_noise import forced_logits, forced_rows
-from specbench.measure.truncation import highest_probs, truncated
+from specbench.measure.truncation import highest_probs
 
 if TYPE_CHECKING:
     from specbench.decoding.model.staged_model import StagedModel
@@ -139,7 +139,7 @@ def of_logits(
     for block, drawn in zip(logits.split(BLOCK), ids.split(BLOCK)):
         logp = token_logprobs(block, decoding.temperature)
         probs, floored = logp.exp(), logp.clamp(min=LEAST)
-        p = truncated(probs, block, decoding)
+        p = decoding.probs(block).double() if decoding.truncation else probs
         entropy = -(p * floored).sum(-1)
         chosen = logp.gather(1, drawn[:, None]).squeeze(1)
         logprob += chosen.sum().item()
@@ -155,8 +155,7 @@ def of_logits(
             p = torch.zeros_like(p)
             for _ in range(BLURS):
                 moved = torch.randn(block.shape, generator=generator, device=block.device)
-                other = block + DEVIATION * noise * moved
-                p += truncated(token_logprobs(other, decoding.temperature).exp(), other, decoding) / BLURS
+                p += decoding.probs(block + DEVIATION * noise * moved) / BLURS
             blurred += moments(p, apart)
     _, variance, third = sharp.tolist()
     expected, blurred_variance, blurred_third = blurred.tolist() if noise > 0.0 else (0.0, variance, third)

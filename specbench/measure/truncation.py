@@ -20,8 +20,10 @@ LARGEST_MARGIN = 64.0  # logits that rounding never moves
 RANDOM_STEP = 2.0**-24  # between random numbers in float32: what is less likely is not drawn
 
 
-def may_be_drawn(logits: torch.Tensor, decoding: SamplingParams, moved: float = 0.0) -> torch.Tensor:
-    """Which tokens top_k and top_p do not leave out, or not if rounding moves logits.
+def left_in(
+    logits: torch.Tensor, decoding: SamplingParams, moved: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which tokens top_k and top_p never leave out, and which they may not, if rounding moves logits.
 
     Args:
         logits: [..., vocab] of the target.
@@ -29,45 +31,30 @@ def may_be_drawn(logits: torch.Tensor, decoding: SamplingParams, moved: float = 
         moved: the largest change of a distance between two logits.
 
     Returns:
-        [..., vocab].
+        Two masks [..., vocab]; the second holds the first.
     """
-    scaled, by = _scaled(logits, decoding, moved)
     if not decoding.truncation:
-        return torch.ones_like(scaled, dtype=torch.bool)
-    in_order = scaled.sort(dim=-1, descending=True).values
-    rivals = in_order >= in_order[..., _ranks(decoding, scaled) - 1].unsqueeze(-1) - by
-    count = (rivals & (_odds_before(in_order, rivals) < _odds(decoding.top_p) + by)).sum(-1, keepdim=True)
-    return scaled >= in_order.gather(-1, count - 1) - by
-
-
-def is_always_drawn(logits: torch.Tensor, decoding: SamplingParams, moved: float) -> torch.Tensor:
-    """Which tokens top_k and top_p do not leave out, whatever moves logits; as `may_be_drawn`."""
-    scaled, by = _scaled(logits, decoding, moved)
-    if not decoding.truncation:
-        return torch.ones_like(scaled, dtype=torch.bool)
-    in_order = scaled.sort(dim=-1, descending=True).values
-    ranked = torch.arange(scaled.shape[-1], device=scaled.device) < _ranks(decoding, scaled)
-    count = (ranked & (_odds_before(in_order, ranked) < _odds(decoding.top_p) - by)).sum(-1, keepdim=True)
-    first_left_out = torch.nn.functional.pad(in_order, (0, 1), value=-torch.inf).gather(-1, count)
-    return scaled > first_left_out + by
-
-
-def _scaled(logits: torch.Tensor, decoding: SamplingParams, moved: float) -> tuple[torch.Tensor, float]:
-    """Logits and their change, both divided by the temperature."""
+        every = torch.ones_like(logits, dtype=torch.bool)
+        return every, every
     temperature = decoding.temperature or 1.0
-    return logits.double() / temperature, moved / temperature
+    scaled, by = logits.double() / temperature, moved / temperature
+    in_order, odds = scaled.sort(dim=-1, descending=True).values, _odds(decoding.top_p)
+    vocab = scaled.shape[-1]
+    ranks = min(decoding.top_k or vocab, vocab)
+    ranked = torch.arange(vocab, device=scaled.device) < ranks
+    fewest = (ranked & (_odds_before(in_order, ranked) < odds - by)).sum(-1, keepdim=True)
+    next_one = torch.nn.functional.pad(in_order, (0, 1), value=-torch.inf).gather(-1, fewest)
+    rivals = in_order >= in_order[..., ranks - 1].unsqueeze(-1) - by
+    most = (rivals & (_odds_before(in_order, rivals) < odds + by)).sum(-1, keepdim=True)
+    return scaled > next_one + by, scaled >= in_order.gather(-1, most - 1) - by
 
 
-def _ranks(decoding: SamplingParams, scaled: torch.Tensor) -> int:
-    return min(decoding.top_k or scaled.shape[-1], scaled.shape[-1])
-
-
-def _odds_before(in_order: torch.Tensor, left_in: torch.Tensor) -> torch.Tensor:
-    """For each logit [..., vocab], in descending order, the log odds of those before it, given `left_in`.
+def _odds_before(in_order: torch.Tensor, these: torch.Tensor) -> torch.Tensor:
+    """For each logit [..., vocab], in descending order, the log odds of those before it, given `these`.
 
     Not from probabilities: at a low temperature the second token's may be too small for a float.
     """
-    of_these = in_order.masked_fill(~left_in, -torch.inf)
+    of_these = in_order.masked_fill(~these, -torch.inf)
     before = torch.nn.functional.pad(of_these.logcumsumexp(-1)[..., :-1], (1, 0), value=-torch.inf)
     return before - of_these.flip(-1).logcumsumexp(-1).flip(-1)
 
@@ -77,30 +64,23 @@ def _odds(share: float) -> float:
     return math.log(share / (1.0 - share)) if share < 1.0 else math.inf
 
 
-def truncated(probs: torch.Tensor, logits: torch.Tensor, decoding: SamplingParams) -> torch.Tensor:
-    """The distributions [n, vocab] that tokens are drawn from.
-
-    Args:
-        probs: [n, vocab] the whole ones.
-        logits: [n, vocab] of the target.
-        decoding: how tokens are chosen.
-    """
-    if not decoding.truncation:
-        return probs
-    probs = probs * may_be_drawn(logits, decoding)
-    return probs / probs.sum(-1, keepdim=True)
-
-
 def highest_probs(
     probs: torch.Tensor, logits: torch.Tensor, decoding: SamplingParams, noise: float
 ) -> torch.Tensor:
-    """As `truncated`, but no lower than with any edge to which rounding, of `noise` logits, can lead."""
+    """Probabilities [n, vocab], but no lower than with any cut to which rounding, of `noise` logits, can lead.
+
+    Args:
+        probs: [n, vocab] without a cut.
+        logits: [n, vocab] of the target.
+        decoding: how tokens are chosen.
+        noise: of logits.
+    """
     if not decoding.truncation:
         return probs
-    noise = max(noise, LEAST_NOISE)
-    always = (probs * is_always_drawn(logits, decoding, noise)).sum(-1, keepdim=True)
+    always, ever = left_in(logits, decoding, max(noise, LEAST_NOISE))
     # One token is always drawn, if not always the same one.
-    return probs * may_be_drawn(logits, decoding, noise) / always.maximum(probs.amax(-1, keepdim=True))
+    least_sum = (probs * always).sum(-1, keepdim=True).maximum(probs.amax(-1, keepdim=True))
+    return probs * ever / least_sum
 
 
 def odds_apart(least: torch.Tensor, most: torch.Tensor, other: int, uniform: float) -> float:
@@ -129,8 +109,8 @@ def truncated_margin(logits: torch.Tensor, other: int, decoding: SamplingParams,
     scaled = logits.double() / decoding.temperature
 
     def is_possible(moved: float) -> bool:
-        most = scaled.masked_fill(~may_be_drawn(logits, decoding, moved), -torch.inf)
-        least = scaled.masked_fill(~is_always_drawn(logits, decoding, moved), -torch.inf)
+        always, ever = left_in(logits, decoding, moved)
+        least, most = (scaled.masked_fill(~mask, -torch.inf) for mask in (always, ever))
         return decoding.temperature * odds_apart(least, most, other, uniform) <= moved
 
     impossible, possible = 0.0, LARGEST_MARGIN

@@ -236,8 +236,8 @@ class TestScript:
         assert decode.pipeline.asked.do_sample is False
         for cut in ({"top_k": 5}, {"top_p": 0.5}):
             decode(completions.Completion(PROMPT, 4, 0.5, **cut), lambda *_: None)
-            asked = decode.pipeline.asked
-            assert (getattr(asked, "top_k", 0), asked.top_p) == (cut.get("top_k", 0), cut.get("top_p", 1.0))
+            config = decode.pipeline.asked
+            assert (getattr(config, "top_k", 0), config.top_p) == (cut.get("top_k", 0), cut.get("top_p", 1.0))
         with pytest.raises(completions.RequestError, match="set only one"):
             decode(completions.Completion(PROMPT, 4, 0.5, top_k=5, top_p=0.5), lambda *_: None)
 

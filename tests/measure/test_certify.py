@@ -332,12 +332,12 @@ def test_a_token_at_the_edge_is_as_far_off_as_logits_must_move_to_let_it_in(cut,
     """No random move of logits by less than the margin draws the other token; some by little more do."""
     g = torch.Generator().manual_seed(seed)
     logits, decoding, uniform = 2 * torch.randn(6, generator=g), SamplingParams(4, temperature, **cut), 0.6
-    own = decoding.select(logits[None], torch.tensor([uniform]))[0].item()
-    assert drawn_margin(logits, own, decoding, uniform) == 0.0
+    first = decoding.select(logits[None], torch.tensor([uniform]))[0].item()
+    assert drawn_margin(logits, first, decoding, uniform) == 0.0
     moved = logits + torch.linspace(0, 3, 4000)[:, None] * (torch.rand(4000, 6, generator=g) - 0.5)
     size = (moved - logits).amax(1) - (moved - logits).amin(1)  # by how much distances between logits change
     drawn = decoding.select(moved, torch.full((4000,), uniform))[0]
-    for other in {*drawn.tolist()} - {own}:
+    for other in {*drawn.tolist()} - {first}:
         margin, least = drawn_margin(logits, other, decoding, uniform), size[drawn == other].min()
         assert 0.0 < margin <= least + 1e-3 and least < 3 * margin + 0.2
 

@@ -235,8 +235,8 @@ def test_an_end_without_a_stop_token_was_drawn_too():
     full, ended = (likelihood(pair.staged, prompt, tokens, SamplingParams(n, 1.0), stop_ids) for n in (3, 9))
     assert (full.tokens, ended.tokens) == (3, 4)
     assert ended.logprob - full.logprob == pytest.approx(float(logits.log_softmax(-1)[ranked[3]]), abs=1e-3)
-    said = likelihood(pair.staged, prompt, [*tokens, ranked[3]], SamplingParams(9, 1.0), stop_ids)
-    assert said.tokens == 4 and said.logprob == pytest.approx(ended.logprob, abs=1e-3)
+    stopped = likelihood(pair.staged, prompt, [*tokens, ranked[3]], SamplingParams(9, 1.0), stop_ids)
+    assert stopped.tokens == 4 and stopped.logprob == pytest.approx(ended.logprob, abs=1e-3)
     assert likelihood(pair.staged, prompt, tokens, SamplingParams(9, 1.0), frozenset()).tokens == 3
     assert likelihood(pair.staged, prompt, [], SamplingParams(9, 1.0), stop_ids).tokens == 1
 

@@ -67,7 +67,7 @@ def answered_pairs(pair, drafter: Drafter, decoding: SamplingParams) -> torch.Te
 def p_value_alone(
     pair, drafter: Drafter, verification: str = TOKEN, top_k: int = VOCAB, top_p: float = 1.0
 ) -> float:
-    """How well they follow the target."""
+    """How well tokens 1 and 2 after the first follow the target when each answer is decoded alone."""
     decoding = SamplingParams(LENGTH, 1.0, verification, top_k % VOCAB, top_p)
     return p_value(answered_pairs(pair, drafter, decoding), expected_counts(pair.target, top_k, top_p))
 
