@@ -45,7 +45,7 @@ def left_in(
     fewest = (ranked & (_odds_before(in_order, ranked) < odds - by)).sum(-1, keepdim=True)
     next_one = torch.nn.functional.pad(in_order, (0, 1), value=-torch.inf).gather(-1, fewest)
     rivals = in_order >= in_order[..., ranks - 1].unsqueeze(-1) - by
-    most = (rivals & (_odds_before(in_order, rivals) < odds + by)).sum(-1, keepdim=True)
+    most = (rivals & (_odds_before(in_order, rivals) < odds + by)).sum(-1, keepdim=True).clamp(min=1)
     return scaled > next_one + by, scaled >= in_order.gather(-1, most - 1) - by
 
 

@@ -241,6 +241,14 @@ def test_an_end_without_a_stop_token_was_drawn_too():
     assert likelihood(pair.staged, prompt, [], SamplingParams(9, 1.0), stop_ids).tokens == 1
 
 
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+def test_logits_none_of_which_is_a_number_are_judged_with_a_cut_too(cut):
+    logits = torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(1))
+    logits[2] = math.nan
+    one = asdict(of_logits(logits, [1, 2, 4, 4, 5], replace(at(1.0), **cut), 0.1))
+    assert math.isnan(one["surprise"]) and is_off(judgement([one]))
+
+
 def test_a_run_sums_over_its_answers():
     likely = {"tokens": 10, "logprob": -5.0, "surprise": -8.0, "variance": 4.0}
     records = [answered(1), answered(2, turns=2)]
