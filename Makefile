@@ -82,7 +82,8 @@ claims: $(STAMP) ## Check what the papers claim on a real model and on small one
 	@$(SOME) experiment=s2d_multi_target settings=published pair=tiny_wide,tiny_shallow_wide,tiny,tiny_shallow generate=false $(ARGS) $(GOES_ON)
 	@$(SOME) experiment=mirror_sd settings=published method=sps,sps_ss,mirror_sd pair=tiny_wide,tiny generate=false $(ARGS) $(GOES_ON)
 	@$(SOME) experiment=mirror_sd settings=tuned method=mirror_hybrid pair=tiny_wide,tiny generate=false $(ARGS) $(GOES_ON)
-	@$(BATCHES) $(ON_REAL) method=exspec batch_size=1,8 $(ARGS) $(GOES_ON)
+	@$(BATCHES) $(ON_REAL) method=exspec,ragged batch_size=1,8 $(ARGS) $(GOES_ON)
+	@$(BATCHES) $(ON_REAL) method=eqspec batch_size=8 $(ARGS) $(GOES_ON)
 	@$(BATCHES) $(OF_TINY) settings=published method=exspec,ragged batch_size=1,8 $(ARGS) $(GOES_ON)
 	@$(BATCHES) $(OF_TINY) settings=published method=eqspec batch_size=8 $(ARGS) $(GOES_ON)
 	@$(PY) -m specbench.report claims runs/claims

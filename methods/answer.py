@@ -8,6 +8,7 @@ is a JSON Lines file that each trainer takes as `conversations=`; a stopped run 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,7 +35,7 @@ from specbench.system.files import (
     write_json,
 )
 from specbench.system.paths import packaged
-from specbench.system.settings import Count, Seed, Temperature, check_all
+from specbench.system.settings import Count, Natural, Seed, Temperature, TopP, check_all, check_truncation
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -44,11 +45,13 @@ SETTINGS = {
     "batch_size": Count,
     "max_new_tokens": Count,
     "temperature": Temperature,
+    "top_k": Natural,
+    "top_p": TopP,
     "seed": Seed,
     "out": str,
 }
 # What answers depend on: a resumed file must have the same.
-SAME = ("conversations", "split", "max_new_tokens", "temperature", "seed")
+SAME = ("conversations", "split", "max_new_tokens", "temperature", "top_k", "top_p", "seed")
 POOL = 8  # batches that are answered together, so that few slots are empty at the end
 
 
@@ -76,7 +79,7 @@ def answered(
             room = min(decoding.max_new_tokens, pair.context_length - len(prompt))
             if room > 0:
                 number = answer_seed(seed, first + index, turn)
-                requests.append(Request(prompt, SamplingParams(room, decoding.temperature), number))
+                requests.append(Request(prompt, replace(decoding, max_new_tokens=room), number))
                 indices.append(index)
         for index, answer in zip(indices, engine.generate(requests) if requests else []):
             message: dict[str, Any] = {"role": "assistant", "content": pair.decode(answer.tokens)}
@@ -93,6 +96,7 @@ def answer(cfg: DictConfig) -> Path:
         UserError: a setting is wrong, or the file holds other answers or the prompts.
     """
     check_all(cfg, SETTINGS)
+    check_truncation(cfg)
     check_conversations(cfg)
     out = Path(cfg.out)
     begun = out.with_name(f"{out.stem}.settings.json")
@@ -119,7 +123,7 @@ def write(cfg: DictConfig, out: Path, done: int) -> None:
     pair = load_pair(cfg.pair, cfg.seed, with_draft=False)
     scheduler = Scheduler(cfg.batch_size)
     engine = Engine(pair.staged, Drafter(), pair.stop_ids, scheduler, pair.context_length)
-    decoding = SamplingParams(cfg.max_new_tokens, cfg.temperature)
+    decoding = SamplingParams.from_settings(cfg)
     # Once: a second epoch would repeat greedy answers, including those that trainers hold out.
     texts = islice(conversations(cfg, epochs=1, needs_answers=False), done, None)
     with (

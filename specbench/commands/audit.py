@@ -16,7 +16,15 @@ from specbench.report.cells import console
 from specbench.system.errors import UserError
 from specbench.system.files import write_json
 from specbench.system.paths import existing_file
-from specbench.system.settings import Count, Natural, NotNegative, Temperature, TopP, check_all
+from specbench.system.settings import (
+    Count,
+    Natural,
+    NotNegative,
+    Temperature,
+    TopP,
+    check_all,
+    check_truncation,
+)
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -49,8 +57,7 @@ def audit(cfg: DictConfig) -> int:
         raise UserError(f"out={cfg.out}: name a file in a folder that exists")
     if cfg.out is not None and Path(cfg.out).resolve() in [path.resolve() for path in files.values()]:
         raise UserError(f"out={cfg.out} would replace answers that are judged: name another file")
-    if cfg.temperature == 0 and (cfg.top_k > 0 or cfg.top_p < 1):
-        raise UserError("top_k= and top_p= are of sampled answers: give their temperature=")
+    check_truncation(cfg)
     # Late: torch takes seconds.
     from specbench.decoding.sampling import SamplingParams
     from specbench.engines.answer_files import read_answers
@@ -59,7 +66,7 @@ def audit(cfg: DictConfig) -> int:
     from specbench.models.pairs import load_pair
 
     pair = load_pair(cfg.pair, 0, with_draft=False)
-    decoding = SamplingParams(pair.context_length, cfg.temperature, top_k=cfg.top_k, top_p=cfg.top_p)
+    decoding = SamplingParams.from_settings(cfg, max_new_tokens=pair.context_length)
     referee = Referee(pair, decoding)
     arms = arms_of(
         referee,

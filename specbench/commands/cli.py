@@ -141,6 +141,12 @@ COMMANDS = {
         "Estimate what other draft lengths would have given, from the rounds of finished runs.",
         (("replay runs/lengths", "after a sweep over method.max_draft_tokens"),),
     ),
+    "latency": Command(
+        "specbench.report.latency",
+        "[RUN_OR_FOLDER ...]",
+        "Print how long single answers took to begin, per token and between chunks, with percentiles.",
+        (("latency runs/A", "the method beside autoregressive decoding"),),
+    ),
     "audit": Command(
         "specbench.commands.audit",
         f"FILE {KEYS}",

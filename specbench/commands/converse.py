@@ -31,7 +31,7 @@ from specbench.models.names import answer_facts
 from specbench.report.cells import console
 from specbench.system.errors import UserError, file_errors, stoppable
 from specbench.system.files import check_same, lock_file, make_folder, refuse_foreign, whole_lines
-from specbench.system.settings import Count, Natural, Probability, Range, Seed, check_all, plain
+from specbench.system.settings import Count, Natural, Probability, Range, Seed, TopP, check_all, plain
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -46,6 +46,8 @@ SAME = {
     "max_new_tokens": Count,
     "question_tokens": Count,
     "temperature": Annotated[float, Range(1e-6)],  # a greedy question would be the same each time
+    "top_k": Natural,
+    "top_p": TopP,
     "pool": Count,
     "seed": Seed,
     "avoid_benchmark": bool,
@@ -114,7 +116,7 @@ class Writer:
         from specbench.decoding.scheduler import Scheduler
 
         self.cfg, self.pair, self.kinds, self.filters, self.bar = cfg, pair, kinds, filters, bar
-        self.asking = SamplingParams(cfg.question_tokens, cfg.temperature)
+        self.asking = SamplingParams.from_settings(cfg, max_new_tokens=cfg.question_tokens)
         self.answering = SamplingParams(cfg.max_new_tokens)
         target, scheduler = pair.staged, Scheduler(cfg.batch_size)
         self.engine = Engine(target, Drafter(), pair.stop_ids, scheduler, pair.context_length)

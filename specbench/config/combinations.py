@@ -73,8 +73,7 @@ def check_method(cfg: DictConfig) -> RunSpec:
     check_engine(cfg, spec)
     if cfg.decoding.temperature > 0 and not needs.sampling:
         raise UserError(f"{what} {name} cannot sample: set decoding=greedy")
-    if cfg.decoding.temperature == 0 and (cfg.decoding.top_k > 0 or cfg.decoding.top_p < 1):
-        raise UserError("decoding.top_k and decoding.top_p are for sampled answers: set decoding=sample")
+    values.check_truncation(cfg.decoding, "decoding.")
     check_verification(cfg.decoding, f"{what} {name}", (group, inner))
     return spec
 

@@ -7,8 +7,9 @@ text from the same seed.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,6 +44,11 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
 
+    @classmethod
+    def from_settings(cls, settings: Mapping, **others: Any) -> SamplingParams:
+        """Those among `settings`, of runs or of a command; `others` take precedence."""
+        return cls(**{one.name: settings[one.name] for one in fields(cls) if one.name in settings} | others)
+
     @property
     def greedy(self) -> bool:
         """Whether the likeliest token is always taken."""
@@ -70,12 +76,15 @@ class SamplingParams:
         the last one are drawn as well: in half precision many logits are equal, and their order means nothing.
         """
         scaled = logits.float() / self.temperature
+        indices = None
         if self.top_k > 0:
-            least = scaled.topk(min(self.top_k, scaled.shape[-1]), dim=-1).values[..., -1:]
-            scaled = scaled.masked_fill_(scaled < least, -torch.inf)
+            largest, indices = scaled.topk(min(self.top_k, scaled.shape[-1]), dim=-1)
+            scaled = scaled.masked_fill_(scaled < largest[..., -1:], -torch.inf)
         probs = torch.softmax(scaled, dim=-1)
         if self.top_p < 1.0:
-            left_out = probs < least_of_top_p(probs, self.top_p)
+            # Tokens that top_k leaves in beyond the first `top_k` are all as likely as the last of these.
+            likeliest = likeliest_probs(probs, self.top_p) if indices is None else probs.gather(-1, indices)
+            left_out = probs < least_of_top_p(likeliest, self.top_p)
             # Not by division: a sum of one long row is rounded otherwise than one of several.
             probs = torch.softmax(scaled.masked_fill_(left_out, -torch.inf), dim=-1)
         return probs
@@ -100,16 +109,20 @@ class SamplingParams:
         return sample_inverse_cdf(probs, uniforms), probs
 
 
-def least_of_top_p(probs: torch.Tensor, top_p: float) -> torch.Tensor:
-    """The probability [..., 1] of the last of the likeliest tokens that together have `top_p`; probs: [..., vocab]."""
+def likeliest_probs(probs: torch.Tensor, top_p: float) -> torch.Tensor:
+    """Of probabilities [..., vocab] at least the largest ones that together have `top_p`, in descending order."""
     vocab = probs.shape[-1]
     # Sorting a vocabulary takes far longer than a softmax. Where the host may look, a few tokens are tried first.
     for count in (min(FEW, vocab), vocab) if probs.device.type == "cpu" else (vocab,):
-        likeliest = probs.topk(count, dim=-1).values  # descending
-        sums = likeliest.cumsum(-1)
-        if count == vocab or (sums[..., -1] >= top_p).all():
+        likeliest = probs.topk(count, dim=-1).values
+        if count == vocab or (likeliest.cumsum(-1)[..., -1] >= top_p).all():
             break
-    before = sums - likeliest
+    return likeliest
+
+
+def least_of_top_p(likeliest: torch.Tensor, top_p: float) -> torch.Tensor:
+    """The last [..., 1] of the probabilities that together have `top_p`, of [..., n] in descending order."""
+    before = likeliest.cumsum(-1) - likeliest
     return likeliest.gather(-1, (before < top_p).sum(-1, keepdim=True).clamp(min=1) - 1)
 
 

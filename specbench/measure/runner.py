@@ -97,12 +97,9 @@ def prepare(cfg: DictConfig, scheduler: Scheduler | None = None) -> Bench:
         arms |= {BASELINE: engines[-1].rounds, SINGLE: single.rounds}
     if cfg.generate:
         arms[HF] = generate_arm(pair, spec.batch_size, counted(target.pass_bytes()))
-    chosen = cfg.decoding
-    decoding = SamplingParams(
-        chosen.max_new_tokens, chosen.temperature, chosen.verification, chosen.top_k, chosen.top_p
-    )
     sizes = measured.verify_tokens, measured.scheduler.slots
     setup = Setup(pair, target, drafter, arms, spec, *sizes, engines=engines)
+    decoding = SamplingParams.from_settings(cfg.decoding)
     protocol = Protocol(pair, decoding, cfg.protocol, cfg.seed, warmup_questions(cfg.data))
     return Bench(
         setup,

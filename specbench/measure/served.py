@@ -43,10 +43,7 @@ def prepare_served(cfg: DictConfig, spec: RunSpec) -> Bench:
     assert spec.engine is not None
     make = pkgutil.resolve_name(spec.engine["_target_"])
     make.check(spec.engine, spec.drafter, spec.batch_size)
-    wanted = cfg.decoding
-    decoding = SamplingParams(
-        wanted.max_new_tokens, wanted.temperature, top_k=wanted.top_k, top_p=wanted.top_p
-    )
+    decoding = SamplingParams.from_settings(cfg.decoding)
     if spec.engine.get("target") and not decoding.greedy:
         raise UserError(
             "sampled answers of a file that only the engine reads cannot be judged: decoding=greedy"

@@ -17,7 +17,7 @@ with short ones makes speedups accurate.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -106,8 +106,11 @@ class Recorded:
         steps = steps_frame(run.records)
         self._rounds = steps[steps["arm"] == METHOD].copy()
         self.longest, self.most = int(self._rounds["drafted"].max()), draft_length(run.summary)
-        # The last token belongs to the target alone.
-        left = run.summary["max_new_tokens"] - self._rounds["place"] - 1
+        # Fewer than `max_new_tokens` where the context ends.
+        caps = {key: len(answer["tokens"]) for key, _, answer in self._methods() if _is_limited(answer)}
+        keys = zip(*(self._rounds[name] for name in ANSWER))
+        tokens = np.array([caps.get(key, run.summary["max_new_tokens"]) for key in keys])
+        left = tokens - self._rounds["place"] - 1  # the last token belongs to the target alone
         # The length that a rule allowed is not recorded: it is assumed to be the draft's.
         limit = left.clip(upper=self.longest) if self.rule == CONSTANT else self._rounds["drafted"]
         self._rounds["limit"] = limit
@@ -135,20 +138,27 @@ class Recorded:
         after = drafted[full.fillna(False).astype(bool)]
         return float((after["accepted"] > 0).mean()) if len(after) else 1.0
 
+    def _methods(self) -> Iterable[tuple[tuple, dict, dict]]:
+        """Each answer of the method, with its key and its turn in front."""
+        for record in self.run.records:
+            for turn in record["turns"]:
+                for answer in turn["arms"].get(METHOD, ()):  # one, or none of a turn that failed
+                    yield tuple((record | turn)[name] for name in ANSWER), turn, answer
+
     def _answers(self) -> Iterable[Answer]:
         rounds, none = {key: part for key, part in self._rounds.groupby(ANSWER)}, self._rounds.iloc[:0]
         quoted = self.run.summary["baseline"]["quoted_against"]  # what the measured speedup is against, too
-        for record in self.run.records:
-            for turn in record["turns"]:
-                key = tuple((record | turn)[name] for name in ANSWER)
-                for i, answer in enumerate(turn["arms"].get(METHOD, ())):
-                    plain = turn["arms"][ARMS[quoted]][i]
-                    if key in rounds or len(answer["tokens"]) == 1:  # one token takes no round
-                        right, ends = _guesses(rounds.get(key, none), len(answer["tokens"]))
-                        limited, prefill = answer["finish"] == "length", answer["prefill_seconds"] or 0.0
-                        yield Answer(
-                            right, ends, limited, plain["seconds"], prefill, len(plain["tokens"]) - 1
-                        )
+        for key, turn, answer in self._methods():
+            [plain] = turn["arms"][ARMS[quoted]]
+            if key in rounds or len(answer["tokens"]) == 1:  # one token takes no round
+                right, ends = _guesses(rounds.get(key, none), len(answer["tokens"]))
+                limited, prefill = _is_limited(answer), answer["prefill_seconds"] or 0.0
+                yield Answer(right, ends, limited, plain["seconds"], prefill, len(plain["tokens"]) - 1)
+
+
+def _is_limited(answer: Mapping) -> bool:
+    """As `Answer.limited`, of a recorded answer."""
+    return answer["finish"] == "length"
 
 
 def _seconds(rounds: pd.DataFrame) -> pd.Series:

@@ -116,6 +116,14 @@ def check_all(cfg: DictConfig, kinds: Mapping[str, Any]) -> None:
         check(key, OmegaConf.select(cfg, key), kind)
 
 
+def check_truncation(decoding: Mapping, prefix: str = "") -> None:
+    """Raises UserError if greedy decoding is given top_k or top_p; `prefix` stands before the names of its settings."""
+    if decoding["temperature"] == 0 and (decoding["top_k"] > 0 or decoding["top_p"] < 1):
+        raise UserError(
+            f"{prefix}top_k and {prefix}top_p are for sampled answers: set {prefix}temperature above 0"
+        )
+
+
 def plain(cfg: Mapping) -> dict[str, Any]:
     """A configuration as a plain dictionary, its interpolations resolved; of one that is a dictionary, a copy."""
     if isinstance(cfg, dict):

@@ -12,6 +12,7 @@ from specbench.commands import converse as command
 from specbench.commands.converse import Writer, converse, pool_size
 from specbench.data.conversations import read
 from specbench.data.synthesis import Material, loop_start
+from specbench.decoding.sampling import SamplingParams
 from specbench.models.pairs import load_pair
 from specbench.system.errors import UserError
 from tests.support.commands import left_alone_while_another_writes
@@ -101,6 +102,21 @@ def test_an_answer_is_cut_where_it_repeats_itself(workplace, tmp_path, monkeypat
     answers = [m for talk in rows(converse(cfg)) for m in talk["messages"] if m["role"] == "assistant"]
     text = load_pair(cfg.pair, 0, with_draft=False).decode(looping[: loop_start(looping)])
     assert answers == [{"role": "assistant", "content": text, "complete": False}] * len(answers)
+
+
+def test_questions_are_sampled_as_set_and_answers_are_greedy(workplace, tmp_path, monkeypatch):
+    written, seen = Writer._decoded, set()
+
+    def decoded(self, requests, label):
+        seen.update((label.rpartition(" ")[2], request.decoding) for request in requests)
+        return written(self, requests, label)
+
+    monkeypatch.setattr(Writer, "_decoded", decoded)
+    converse(settings(workplace, tmp_path / "talk.jsonl", "tokens=50", "top_k=90", "top_p=0.99"))
+    assert seen == {
+        ("questions", SamplingParams(200, 1.0, top_k=90, top_p=0.99)),
+        ("answers", SamplingParams(CAP)),
+    }
 
 
 def test_questions_begin_with_an_opening_or_come_from_a_template(written):

@@ -168,7 +168,7 @@ def test_a_method_of_the_user(monkeypatch, capfd, tmp_path, lines, arguments, me
         (["method=oracle", "method.acceptance=1.5"], "method.acceptance ... 0 ... 1 ... 1.5"),
         (["method=oracle", "batch_size=4"], "method=ragged drafter=oracle batch_size=4"),
         (["method=oracle", "decoding=sample"], "oracle cannot sample ... decoding=greedy"),
-        (["decoding.top_p=0.9"], "decoding.top_k and decoding.top_p are for sampled answers: set decoding=sample"),
+        (["decoding.top_p=0.9"], "decoding.top_k and decoding.top_p are for sampled answers ... above 0"),
         (["decoding.top_p=0"], "decoding.top_p must be a number above 0, up to 1, not 0"),
         (["method=oracle", "pair.draft=null"], "oracle ... tiny ... pair.draft"),
         (["method=oracle", "method.cost_of=pld", "vocab=trim"], "pld ... vocab=full"),

@@ -64,6 +64,20 @@ def test_every_turn_is_answered_by_the_target(workplace, tmp_path):
             assert messages[i] == {"role": "assistant", "content": pair.decode(ids)} | cut
 
 
+def test_only_the_likeliest_tokens_are_sampled(workplace, tmp_path):
+    """With top_k or top_p low enough, this is the greedy answer at any temperature."""
+    greedy = answer(settings(workplace, tmp_path / "greedy.jsonl", "count=8")).read_text()
+    for cut in ("top_k=1", "top_p=1e-6"):
+        out = tmp_path / f"{cut.partition('=')[0]}.jsonl"
+        assert answer(settings(workplace, out, "count=8", "temperature=2.0", cut)).read_text() == greedy
+        with pytest.raises(UserError, match=r"top_\w=.* another out="):
+            answer(settings(workplace, out, "count=16", "temperature=2.0"))
+    sampled = answer(settings(workplace, tmp_path / "all.jsonl", "count=8", "temperature=2.0")).read_text()
+    assert sampled != greedy
+    with pytest.raises(UserError, match="top_k and top_p are for sampled answers: set temperature above 0"):
+        answer(settings(workplace, tmp_path / "none.jsonl", "top_k=1"))
+
+
 def test_prompts_alone_are_answered(workplace, tmp_path):
     rows = [{"messages": [{"role": "user", "content": f"Say {i}."}]} for i in range(7)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

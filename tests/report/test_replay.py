@@ -128,6 +128,17 @@ def test_a_run_is_replayed_to_what_it_had():
     assert again.speedup == pytest.approx(recorded.measured.speedup, rel=0.01)
 
 
+def test_drafts_that_the_context_cut_did_not_stop_by_themselves():
+    """One answer has room for ten tokens, the others for 81; its last drafts are cut to what is left."""
+    some = [*short()[:2], np.ones(9)]
+    assert Recorded(run(4, of=some)).answers[2].ends.tolist() == [9] * 9
+
+    def at_the_fourth(right: np.ndarray) -> np.ndarray:
+        return np.where(np.arange(len(right)) <= 3, 3, len(right))
+
+    assert Recorded(run(4, of=some, ending=at_the_fourth)).answers[2].ends.tolist() == [3] * 4 + [9] * 5
+
+
 def test_an_answer_of_one_token_counts_with_its_prefill():
     """It has no round, and as much prefill in both arms."""
     brief = run(4, of=[*guesses()[:4], *[np.empty(0)] * 4])
