@@ -70,7 +70,7 @@ smollm2: $(STAMP) ## Let SmolLM2-135M write conversations and train every method
 report: $(STAMP) ## Tables, plots and a page of the run folders in runs/ [RUNS="FOLDER ..."]
 	@$(PY) -m specbench.report $(RUNS) $(ARGS)
 
-claims: $(STAMP) ## Check what the papers claim on a real model and on small ones, in two hours; continues where it was stopped [LIMIT=2 questions per task, THREADS=1, ARGS="key=value ..."]
+claims: $(STAMP) ## Check what the papers claim on a real model and on small ones, in two to three hours; continues where it was stopped [LIMIT=2 questions per task, THREADS=1, ARGS="key=value ..."]
 	@$(REAL) method=kangaroo,kangaroo_tree,medusa,sps,vocabtrim,mirror_sd $(ARGS) $(GOES_ON)
 	@$(REAL) $(LENGTHS) method=hydra_heads,eagle,eagle2,eagle3,samd_eagle2 $(ARGS) $(GOES_ON)
 	@$(SOME) experiment=kangaroo settings=published method=kangaroo pair=tiny_wide,tiny $(ARGS) $(GOES_ON)
