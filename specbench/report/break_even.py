@@ -9,7 +9,7 @@ from typing import cast
 
 import numpy as np
 
-from specbench.config.spec import without_group
+from specbench.config.spec import POOL, without_group
 from specbench.report.decision import draft_length
 from specbench.report.labels import labels, pair_names
 
@@ -106,8 +106,10 @@ def _of_runs(overall: Mapping[float, Mapping], drafted: int) -> BreakEven:
 
 
 def _settings(summary: Mapping) -> dict:
-    """The settings of the drafter or method."""
+    """The settings of the method, or of the drafter in a batch."""
     settings = summary["settings"]
+    if summary["unit"] != POOL:
+        return settings  # "drafter." is that of a drafter which the method wraps
     of_drafter = without_group({k: v for k, v in settings.items() if k.startswith("drafter.")})
     return of_drafter or settings
 
@@ -122,5 +124,6 @@ def _has_acceptance(summary: Mapping) -> bool:
 def _reduced(summary: Mapping) -> dict:
     """The summary without the settings that make up a curve's axes or name, and without their source."""
     left_out = (ACCEPTANCE, LENGTH, COST)
-    settings = {k: v for k, v in summary["settings"].items() if k.removeprefix("drafter.") not in left_out}
+    group = "drafter." if summary["unit"] == POOL else ""
+    settings = {k: v for k, v in summary["settings"].items() if k.removeprefix(group) not in left_out}
     return dict(summary) | {"settings": settings, "settings_source": None}

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 from specbench.config.spec import BASELINE, METHOD, POOL
 from specbench.measure.metrics.dataframes import generations_frame, steps_frame
 from specbench.measure.metrics.statistics import Speedup, speedup
-from specbench.measure.metrics.timing import columns_of, question_sums
+from specbench.measure.metrics.timing import columns_of, paired_seconds, question_sums, turn_means
 from specbench.report.cells import NUMBER, UNKNOWN, PlainTable, console, ratio_text
+from specbench.report.decision import ENGINE
 from specbench.report.labels import method_label
 from specbench.report.remarks import title_text
 from specbench.report.tables import print_notes, runs_of_command
@@ -75,11 +76,13 @@ def _by_arm(frame: pd.DataFrame, name: str) -> dict[str, pd.Series]:
 
 
 def _ratio(answers: pd.DataFrame, name: str) -> Speedup:
-    """The baseline's times / the method's, as means over the questions that have both in every turn."""
+    """The baseline's times / the method's, as means over the turns that have both; whole answers at equal lengths."""
 
     def columns(some: pd.DataFrame) -> list[list[float]]:
+        if name == ANSWER:
+            return columns_of(paired_seconds(turn_means(some), BASELINE))
         turns = some.groupby(["question_id", "turn", "arm"])[name].mean().unstack("arm")
-        return columns_of(question_sums(turns.reindex(columns=[BASELINE, METHOD])))
+        return columns_of(question_sums(turns.reindex(columns=[BASELINE, METHOD]).dropna()))
 
     processes = [columns(part) for _, part in answers.groupby("process")]
     return speedup(*columns(answers), processes=processes if len(processes) > 1 else ())
@@ -88,9 +91,12 @@ def _ratio(answers: pd.DataFrame, name: str) -> Speedup:
 def latency_table(run: Run) -> Table:
     """Two rows for each kind of waiting: the baseline's times in milliseconds, and the method's."""
     caption = (
-        f"milliseconds; {BASELINE} / {METHOD}: of the means, above 1 if the method is faster; a percentile is shown if "
+        f"milliseconds; {BASELINE} / {METHOD}: of the means, above 1 if the method is faster, of "
+        "whole answers with the method's decoding scaled to the baseline's number of tokens; a percentile is shown if "
         "so many times were measured that one should lie beyond it"
     )
+    if run.summary["baseline"]["quoted_against"] != ENGINE:
+        caption += "; the run's speedup is against generate of transformers, whose times are not shown here"
     table = PlainTable(title_text(run.summary), caption)
     table.add_columns("waiting", "arm")
     heads = ("times", "mean", *(f"p{percent}" for percent in PERCENTILES), f"{BASELINE} / {METHOD}")
@@ -123,7 +129,7 @@ def main() -> int:
     runs = runs_of_command("specbench latency", __doc__, with_records=True)
     single = [run for run in runs if run.summary["unit"] != POOL]
     if not single:
-        raise UserError("no run has times of single answers: give runs of batch size 1")
+        raise UserError("no run has times of single answers: give runs without a scheduler")
     if pools := len(runs) - len(single):
         print_notes(
             [f"runs of batches left out: {pools}; sequences that share rounds have no times of their own"]

@@ -262,7 +262,7 @@ def replay_table(recorded: Sequence[Recorded], title: str) -> tuple[Table, str]:
         measured figures beside them; the settings of a run with these costs.
     """
     constant = [one for one in recorded if one.rule == CONSTANT]
-    base = max(constant or recorded, key=lambda one: one.longest)
+    base = max(reversed(constant or recorded), key=lambda one: one.longest)  # of equal runs the last counts
     means = mean_costs(recorded)
     costs = listed_costs(means)
     beside = [one for one in recorded if one.rule == CONSTANT or one.most == base.longest]

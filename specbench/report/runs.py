@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from specbench.config.spec import OWN
+from specbench.config.spec import OWN, POOL
 from specbench.measure.machine import provenance
 from specbench.measure.metrics import summary as metrics
 from specbench.measure.metrics.metrics import METRICS
@@ -351,7 +351,8 @@ def _means(summary: Mapping) -> dict[str, object]:
         means["compiled"] = summary["compiled"]
     if str(summary["device"]).startswith("cuda"):  # one of several in a machine
         means["machine.processor"] = summary["processor"]
-    if summary["temperature"] or summary["weights"] == "random":
+    orders_pools = summary["unit"] == POOL
+    if summary["temperature"] or summary["weights"] == "random" or orders_pools:
         means["seed"] = summary["seed"]
     return means
 

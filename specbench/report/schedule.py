@@ -116,7 +116,7 @@ def _chosen(summary: dict) -> tuple[str, str]:
     """The scheduler (empty for one sequence at a time) and the drafter's settings but its length, in words."""
     settings = decision.beside_length(summary)
     if summary["unit"] != POOL or summary["engine"] is not None:  # another engine schedules by itself
-        return "", ", ".join(sorted(as_text(without_group(settings))))
+        return "", ", ".join(sorted(as_text(settings)))  # "drafter." is a wrapped drafter's
     of_scheduler = {k: v for k, v in settings.items() if k != DRAFT and not k.startswith("drafter.")}
     drafting = without_group({k: v for k, v in settings.items() if k not in of_scheduler})
     return ", ".join([summary["method"], *as_text(of_scheduler)]), ", ".join(sorted(as_text(drafting)))

@@ -26,6 +26,17 @@ def curve(cost: float, length: int = 4, size: int = 1, **more) -> list[dict]:
     return [costing(cost, length, size, acceptance, **more) for acceptance in ACCEPTANCES]
 
 
+def test_a_drafter_that_supplies_the_cost_of_single_answers_has_settings_of_its_own():
+    """Their group is then that of this drafter, not of the one in a batch."""
+    runs = []
+    for one in curve(1.75):
+        settings = {key.removeprefix("drafter."): value for key, value in one["settings"].items()}
+        settings |= {"drafter.layer": 2}
+        runs.append(changed(SUMMARY, method="oracle", settings=settings, overall=one["overall"]))
+    [(name, found)] = break_evens(runs).items()
+    assert "sps" in name and [*found] == [(4, 1)]
+
+
 def test_expected_length_by_hand():
     assert expected_length(0.5, 2) == 1.75 and expected_length(0.0, 5) == 1 and expected_length(1.0, 5) == 6
 

@@ -87,6 +87,34 @@ def test_an_answer_of_one_token_has_no_time_per_later_token():
     assert found[LATER].ratio.value == pytest.approx(0.2 / 0.125)
 
 
+def test_a_turn_of_one_token_leaves_the_other_turns_of_its_question():
+    one = arms(rounds=(), plain=0.2, ours=0.25)
+    records = [
+        record(0, turns=[turn(0, **one), turn(1, **arms())]),
+        record(1, turns=[turn(**arms(first=0.4))]),
+    ]
+    assert by_name(records)[LATER].ratio.value == pytest.approx((0.2 + 0.15) / (2 * 0.125))
+
+
+def test_whole_answers_are_compared_at_equal_lengths():
+    """A near-tie can make one arm's answer shorter, which is no speedup."""
+    both = arms()
+    both["baseline"] = generation(
+        [0] * 8, 1.8, 0.2, drafted=0
+    )  # eight tokens after the first, the method: four
+    assert by_name([record(turns=[turn(**both)])])[ANSWER].ratio.value == pytest.approx(
+        1.8 / (0.25 + 2 * 0.5)
+    )
+
+
+def test_a_run_quoted_against_generate_says_whose_times_are_shown():
+    slow, fast = (
+        shown(latency_table(run(asked(), baseline__quoted_against=arm)), 140)
+        for arm in ("engine", "hf_generate")
+    )
+    assert "against generate" not in slow and "against generate" in " ".join(fast.split())
+
+
 def test_what_was_not_timed_is_a_dash():
     """As batches of another engine have no time of a prefill."""
     lines = shown(latency_table(run(asked(7, prefill=None))), 140).splitlines()
@@ -107,7 +135,7 @@ def test_batches_are_left_out(monkeypatch, capsys):
         if expected is None:
             with pytest.raises(SystemExit) as end:
                 module.main()
-            assert end.value.code == 2 and "batch size 1" in capsys.readouterr().err
+            assert end.value.code == 2 and "without a scheduler" in capsys.readouterr().err
         else:
             assert module.main() == expected
             out = capsys.readouterr().out

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -274,6 +276,13 @@ def test_a_run_of_a_rule_stands_beside_its_replay(few_draws):
     assert [key for key in rows if key.isdigit()] == ["1", "2", "3", "4"]
     # That of the other had shorter drafts than are replayed.
     assert rows["adaptive"][2] != "–" == rows["goodput"][2]
+
+
+def test_of_equal_runs_the_last_is_replayed_and_stands_beside_it(few_draws):
+    runs = [run(4, of=short()), run(4, of=short())]
+    object.__setattr__(runs[1], "folder", Path("newer"))
+    table, _ = replay_table([Recorded(one) for one in runs], "sps")
+    assert "in newer" in " ".join(shown(table, 120).split())
 
 
 def test_costs_beyond_the_longest_drafts_that_were_measured_go_on_rising():

@@ -387,6 +387,13 @@ def test_runs_that_differ_in_more_than_the_method_say_so(tmp_path):
     assert "provenance.json" in runs.not_comparable([found[2]])[0]
 
 
+def test_the_seed_of_greedy_batches_counts_as_it_orders_their_pools(tmp_path):
+    batch = batched(batch_size=8)
+    pools = [run_of(tmp_path, f"p{seed}", batch | {"seed": seed}) for seed in (0, 1)]
+    alone = [run_of(tmp_path, f"q{seed}", SUMMARY | {"seed": seed}) for seed in (0, 1)]
+    assert says(runs.not_comparable(pools)[0], "p1 ... seed 0 against 1") and runs.not_comparable(alone) == []
+
+
 def test_a_rule_for_draft_lengths_is_a_method_of_its_own(tmp_path):
     """As its settings are: runs of it are told apart, are no repeats of others, and nobody wonders that they differ."""
     other = changed(PROVENANCE, config__decoding={"draft_length": "adaptive", "round_costs": [1.0, 1.2]})

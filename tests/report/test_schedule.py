@@ -112,6 +112,13 @@ def test_questions_are_batches_of_one_and_drafters_have_schedules_of_their_own()
     assert [(one.drafter, one.lengths) for one in both] == [("sps", {1: 6, 4: 2}), ("eagle2", {4: 5, 8: 5})]
 
 
+def test_a_wrapped_drafter_has_the_same_settings_alone_and_in_a_batch():
+    alone = changed(SUMMARY, method="sps", settings={"max_draft_tokens": 6, "drafter.n": 3})
+    settings = {"drafter.max_draft_tokens": 2, "drafter.drafter.n": 3}
+    batch = changed(batched("ragged", "sps", 4), settings=settings)
+    assert [one.lengths for one in schedules(runs_of(a=alone, b=batch))] == [{1: 6, 4: 2}]
+
+
 def test_of_a_batch_of_one_and_a_single_answer_the_later_run_counts():
     begun = {"single": 2, "pool": 1, "batch": 1}
     alone = changed(SUMMARY, method="sps", settings={"max_draft_tokens": 4}) | {"overall": WRONG}
