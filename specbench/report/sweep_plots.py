@@ -49,7 +49,7 @@ def throughput(summaries: Iterable[dict]) -> Figure | None:
     of_pools = [
         s for s in verdicts.sound(summaries) if s["unit"] == POOL and s["overall"]["tokens_per_second"]
     ]
-    for name, summary in zip(labels(of_pools, without=("batch_size",)), of_pools):
+    for name, summary in zip(labels(of_pools, without=("batch_size", "quoted_against")), of_pools):
         lines.setdefault(name, {})[summary["batch_size"]] = summary["overall"]["tokens_per_second"]
     fastest = sorted(lines, key=lambda name: -max(lines[name].values()))[:MAX_SERIES]
     shown = {name: line for name, line in lines.items() if name in fastest}

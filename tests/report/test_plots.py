@@ -182,6 +182,12 @@ def test_runs_with_a_fault_are_no_points():
     assert line.get_xdata().tolist() == [2, 4]
 
 
+def test_a_line_goes_on_where_another_baseline_is_faster():
+    sizes = [batched(batch_size=2), changed(batched(batch_size=4), baseline__quoted_against="hf_generate")]
+    (line,) = sweep_plots.throughput(sizes).axes[0].lines
+    assert line.get_xdata().tolist() == [2, 4]
+
+
 def test_batches_of_other_settings_are_lines_of_their_own():
     windows = [changed(batched(batch_size=size), settings__window=8 * size) for size in (2, 4)]
     lines = sweep_plots.throughput(windows).axes[0].lines
