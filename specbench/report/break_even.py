@@ -9,7 +9,7 @@ from typing import cast
 
 import numpy as np
 
-from specbench.config.spec import POOL, without_group
+from specbench.config.spec import POOL
 from specbench.report.decision import draft_length
 from specbench.report.labels import labels, pair_names
 
@@ -107,11 +107,14 @@ def _of_runs(overall: Mapping[float, Mapping], drafted: int) -> BreakEven:
 
 def _settings(summary: Mapping) -> dict:
     """The settings of the method, or of the drafter in a batch."""
-    settings = summary["settings"]
-    if summary["unit"] != POOL:
-        return settings  # "drafter." is that of a drafter which the method wraps
-    of_drafter = without_group({k: v for k, v in settings.items() if k.startswith("drafter.")})
+    settings, group = summary["settings"], _group(summary)
+    of_drafter = {k.removeprefix(group): v for k, v in settings.items() if k.startswith(group)}
     return of_drafter or settings
+
+
+def _group(summary: Mapping) -> str:
+    """What the names of these settings begin with; alone, "drafter." is that of a drafter which the method wraps."""
+    return "drafter." if summary["unit"] == POOL else ""
 
 
 def _has_acceptance(summary: Mapping) -> bool:
@@ -124,6 +127,6 @@ def _has_acceptance(summary: Mapping) -> bool:
 def _reduced(summary: Mapping) -> dict:
     """The summary without the settings that make up a curve's axes or name, and without their source."""
     left_out = (ACCEPTANCE, LENGTH, COST)
-    group = "drafter." if summary["unit"] == POOL else ""
+    group = _group(summary)
     settings = {k: v for k, v in summary["settings"].items() if k.removeprefix(group) not in left_out}
     return dict(summary) | {"settings": settings, "settings_source": None}

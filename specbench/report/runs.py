@@ -351,8 +351,8 @@ def _means(summary: Mapping) -> dict[str, object]:
         means["compiled"] = summary["compiled"]
     if str(summary["device"]).startswith("cuda"):  # one of several in a machine
         means["machine.processor"] = summary["processor"]
-    orders_pools = summary["unit"] == POOL
-    if summary["temperature"] or summary["weights"] == "random" or orders_pools:
+    # It draws tokens, makes weights, and orders the questions of a pool.
+    if summary["temperature"] or summary["weights"] == "random" or summary["unit"] == POOL:
         means["seed"] = summary["seed"]
     return means
 

@@ -115,8 +115,10 @@ def schedules(runs: Iterable[Run]) -> list[Schedule]:
 def _chosen(summary: dict) -> tuple[str, str]:
     """The scheduler (empty for one sequence at a time) and the drafter's settings but its length, in words."""
     settings = decision.beside_length(summary)
-    if summary["unit"] != POOL or summary["engine"] is not None:  # another engine schedules by itself
-        return "", ", ".join(sorted(as_text(settings)))  # "drafter." is a wrapped drafter's
+    if summary["unit"] != POOL:  # "drafter." is that of a drafter which the method wraps
+        return "", ", ".join(sorted(as_text(settings)))
+    if summary["engine"] is not None:  # another engine schedules by itself
+        return "", ", ".join(sorted(as_text(without_group(settings))))
     of_scheduler = {k: v for k, v in settings.items() if k != DRAFT and not k.startswith("drafter.")}
     drafting = without_group({k: v for k, v in settings.items() if k not in of_scheduler})
     return ", ".join([summary["method"], *as_text(of_scheduler)]), ", ".join(sorted(as_text(drafting)))

@@ -101,18 +101,17 @@ def test_whole_answers_are_compared_at_equal_lengths():
     both = arms()
     both["baseline"] = generation(
         [0] * 8, 1.8, 0.2, drafted=0
-    )  # eight tokens after the first, the method: four
-    assert by_name([record(turns=[turn(**both)])])[ANSWER].ratio.value == pytest.approx(
-        1.8 / (0.25 + 2 * 0.5)
-    )
+    )  # eight tokens after the first; the method: four
+    ratio = by_name([record(turns=[turn(**both)])])[ANSWER].ratio
+    assert ratio.value == pytest.approx(1.8 / (0.25 + 2 * 0.5))
 
 
 def test_a_run_quoted_against_generate_says_whose_times_are_shown():
-    slow, fast = (
+    ours, theirs = (
         shown(latency_table(run(asked(), baseline__quoted_against=arm)), 140)
         for arm in ("engine", "hf_generate")
     )
-    assert "against generate" not in slow and "against generate" in " ".join(fast.split())
+    assert "against generate" not in ours and "against generate" in " ".join(theirs.split())
 
 
 def test_what_was_not_timed_is_a_dash():

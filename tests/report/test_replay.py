@@ -280,7 +280,7 @@ def test_a_run_of_a_rule_stands_beside_its_replay(few_draws):
 
 def test_of_equal_runs_the_last_is_replayed_and_stands_beside_it(few_draws):
     runs = [run(4, of=short()), run(4, of=short())]
-    object.__setattr__(runs[1], "folder", Path("newer"))
+    object.__setattr__(runs[1], "folder", Path("newer"))  # of a frozen class, with its records
     table, _ = replay_table([Recorded(one) for one in runs], "sps")
     assert "in newer" in " ".join(shown(table, 120).split())
 

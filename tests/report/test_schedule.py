@@ -214,3 +214,11 @@ def test_runs_of_other_engines_have_schedules_in_their_words(key):
     assert (
         "llama_cpp" in schedule.setting and "min_hits=1" in schedule.setting and key not in schedule.setting
     )
+
+
+def test_a_setting_of_another_engine_is_the_same_alone_and_in_a_batch():
+    alone = changed(SUMMARY, method="sps", settings={"max_draft_tokens": 6, "n": 3}) | {"engine": ENGINE}
+    settings = {"drafter.max_draft_tokens": 2, "drafter.n": 3}
+    batch = changed(batched("ragged", "sps", 4), settings=settings) | {"engine": ENGINE}
+    (schedule,) = schedules(runs_of(a=alone, b=batch))
+    assert schedule.lengths == {1: 6, 4: 2}
