@@ -15,7 +15,7 @@ from scipy import stats
 from specbench import CONF, ROOT
 from specbench.config.spec import POOL
 from specbench.measure.metrics import summary as metrics
-from specbench.measure.metrics.metrics import EXACT, TIE, VERDICTS
+from specbench.measure.metrics.metrics import EXACT, TIE, VIOLATION, certificates, worst_of
 from specbench.measure.metrics.statistics import CONFIDENCE, Speedup
 from specbench.report import cells, formats, remarks, verdicts
 from specbench.report.compare import differing_conditions, hindrance
@@ -58,7 +58,7 @@ CONTEXT = (
     *("dtype", "device", "weights", "anatomy", *DISTRIBUTION, "verification", "protocol"),
     *("threads", "drafter", "max_new_tokens", "processor"),
 )
-# What runs of one family must share for their answers to be the same.
+# What runs of one family must share for their answers to the same question to be the same.
 SAME_ANSWERS = ("method", "questions_sha256", *DISTRIBUTION, "dtype")
 STYLES = {
     "supported": "green",
@@ -331,26 +331,28 @@ def relative(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
 def share_of_answers(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
     """Share of the answers with one of the verdicts `EQUAL`, over all runs that match.
 
-    Runs of one method on the same questions give the same answers, which are no evidence of their own: of each such
-    group the most answers of a run count, and the most ties and violations. A run that is a violation as a whole, by
-    its ties or by the likelihood of its answers, counts as one.
+    Runs of one method give the same answer to a question, which is no evidence of its own: it counts once, with the
+    worst verdict of all runs. A run that is a violation as a whole, by its ties or by the likelihood of its answers,
+    counts as one more answer.
     """
     matching = [run for run in runs if _matches(claim["of"], run)]
-    groups: dict[tuple, list[dict]] = defaultdict(list)
+    by_answer: dict[tuple, list[dict]] = defaultdict(list)
+    as_a_whole = set()
     for run in matching:
         is_embedded = _matches(SMALL, run) or _matches(EXPANDED, run)
         family = "embedded" if is_embedded else (run.summary["pair"], run.summary["target"])
-        groups[(family, *(run.summary[key] for key in SAME_ANSWERS))].append(run.summary)
-    total: Counter[str] = Counter()
-    for summaries in groups.values():
-        most = {key: max(one["equivalence"][key] or 0 for one in summaries) for key in ("answers", *VERDICTS)}
-        ties, wrong = most["tie"], max(most["violation"], int(any(map(verdicts.violates, summaries))))
-        total.update(tie=ties, violation=wrong, exact=max(most["answers"] - ties - wrong, 0))
+        group = (family, *(run.summary[key] for key in SAME_ANSWERS))
+        for answer, some in certificates(run.records).items():
+            by_answer[*group, *answer] += some
+        if verdicts.violates(run.summary) and not run.summary["equivalence"]["violation"]:
+            as_a_whole.add(group)
+    total = Counter(worst_of(some)["verdict"] for some in by_answer.values())
+    total[VIOLATION] += len(as_a_whole)
     answers = total.total()
     if not answers:
         return None
-    kinds = f"{total['exact']} exact, {total['tie']} ties, {total['violation']} violations"
-    remark = f"{len(matching)} runs, equal questions of a method once: {kinds}"
+    kinds = f"{total[EXACT]} exact, {total[TIE]} ties, {total[VIOLATION]} violations"
+    remark = f"{len(matching)} runs, each question of a method once: {kinds}"
     equal = sum(total[name] for name in EQUAL[claim["measure"]])
     ends = stats.binomtest(equal, answers).proportion_ci(CONFIDENCE, method="exact")
     if claim["measure"] == "certified":  # no number of answers shows that there never is another

@@ -49,7 +49,7 @@ def throughput(summaries: Iterable[dict]) -> Figure | None:
     of_pools = [
         s for s in verdicts.sound(summaries) if s["unit"] == POOL and s["overall"]["tokens_per_second"]
     ]
-    for name, summary in zip(labels(of_pools, without=("batch_size", "quoted_against")), of_pools):
+    for name, summary in zip(_line_names(of_pools), of_pools):
         lines.setdefault(name, {})[summary["batch_size"]] = summary["overall"]["tokens_per_second"]
     fastest = sorted(lines, key=lambda name: -max(lines[name].values()))[:MAX_SERIES]
     shown = {name: line for name, line in lines.items() if name in fastest}
@@ -66,6 +66,16 @@ def throughput(summaries: Iterable[dict]) -> Figure | None:
     axes.set(xticks=sizes, xticklabels=sizes, xlabel="batch size", ylabel="tokens per second")
     axes.set_ylim(bottom=0)
     return with_legend(axes)
+
+
+def _line_names(of_pools: Sequence[dict]) -> list[str]:
+    """The line of each run. Runs with other threads share one unless they have batches of the same size."""
+    along = ("batch_size", "quoted_against")
+    names = labels(of_pools, without=(*along, "threads"))
+    threads: dict[tuple[str, int], set[int]] = {}
+    for name, summary in zip(names, of_pools):
+        threads.setdefault((name, summary["batch_size"]), set()).add(summary["threads"])
+    return names if all(len(one) == 1 for one in threads.values()) else labels(of_pools, without=along)
 
 
 def engines(summaries: Iterable[dict]) -> Figure | None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from specbench.measure.metrics.statistics import Speedup
 from specbench.report import claims, formats
+from specbench.report.runs import Run
 from tests.report.test_formats import texts
-from tests.support.claims import AGAINST, KNOWN, found, journal, published
+from tests.support.claims import AGAINST, KNOWN, found, journal, judged, published
 from tests.support.samples import SUMMARY, changed, faster, run_of, runs_of, wrong
 
 
@@ -99,12 +102,16 @@ def test_a_run_that_something_is_wrong_with_supports_nothing(change):
     assert checked.fitting.verdict == "not measured"
 
 
-def test_a_lossy_control_takes_nothing_from_the_claim_that_answers_are_exact():
+def test_a_lossy_control_takes_nothing_from_the_claim_that_answers_are_exact(tmp_path):
     claim = next(claim for claim in KNOWN if claim["measure"] == "certified")
-    lossy = wrong() | {"verification": "typical"}
-    (checked,) = claims.check_claims(runs_of(a=published(1.8), b=lossy), [claim])
+    sound = run_of(tmp_path, "sound", published(1.8), records=judged(80))
+    lossy, faulty = (
+        run_of(tmp_path, rule, wrong() | {"verification": rule}, records=judged(77, violations=3))
+        for rule in ("typical", "exact")
+    )
+    (checked,) = claims.check_claims([sound, lossy], [claim])
     assert checked.fitting.estimate.value == 1.0
-    (checked,) = claims.check_claims(runs_of(a=published(1.8), b=wrong()), [claim])
+    (checked,) = claims.check_claims([sound, faulty], [claim])
     assert checked.fitting.estimate.value < 1.0
 
 
@@ -140,29 +147,43 @@ def test_a_claim_may_ask_for_one_draft_model(tmp_path):
     assert found(claim | {"same": ["draft"]}, [ours, weak]).verdict == "not measured"
 
 
-def test_what_is_counted_is_counted_on_all_pairs():
+def test_what_is_counted_is_counted_on_all_pairs(tmp_path):
     (claim,) = (claim for claim in KNOWN if claim["measure"] == "certified")
-    checked = claims.check(claim, runs_of(a=SUMMARY, b=wrong() | {"pair": "tiny_wide"}))
+    runs = [
+        run_of(tmp_path, pair, SUMMARY | {"pair": pair}, records=judged(7)) for pair in ("tiny", "tiny_wide")
+    ]
+    checked = claims.check(claim, runs)
     assert checked.fitting.remark.startswith("2 runs") and checked.small is None
 
 
-def test_answers_to_the_same_questions_are_counted_once_for_each_method():
+def test_answers_to_the_same_questions_are_counted_once_for_each_method(tmp_path):
     """Ten runs of seven answers are no seventy: an interval would be far too narrow."""
     claim = {"measure": "exact", "of": {}, "at_least": 0.95}
+    names = map(str, itertools.count())
 
-    def of(answers: int, ties: int = 0, **changes) -> dict:
-        counts = {"answers": answers, "exact": answers - ties, "tie": ties, "violation": 0}
-        return SUMMARY | {"equivalence": SUMMARY["equivalence"] | counts} | changes
+    def of(exact: int, ties: int = 0, first: int = 0, **changes) -> Run:
+        return run_of(tmp_path, next(names), SUMMARY | changes, records=judged(exact, ties, first=first))
 
-    def estimate(*summaries: dict) -> Speedup:
-        return found(claim, runs_of(**{f"r{i}": one for i, one in enumerate(summaries)})).estimate
+    def estimate(*runs: Run) -> Speedup:
+        return found(claim, list(runs)).estimate
 
     once = estimate(of(7))
-    assert estimate(*[of(7)] * 10) == once and once.low < 0.6
+    assert estimate(*[of(7) for _ in range(10)]) == once and once.low < 0.6
     assert estimate(of(7), of(7, weights="expanded", pair="tiny_wide"), of(5, limit=1)) == once
     assert estimate(of(7), of(7, method="pld")).low > once.low
     assert estimate(of(7), of(7, pair="smollm2-135m")).low > once.low
-    assert estimate(of(8), of(8, ties=2)).value == 0.75
+    assert estimate(of(8), of(6, ties=2)).value == 0.75
+
+
+def test_answers_to_other_questions_of_a_file_are_counted_each(tmp_path):
+    """Such as of `task=qa` and `task=rag`, of which each has a violation, or of ranges that overlap."""
+    claim = {"measure": "exact", "of": {}, "at_least": 0.95}
+    qa = run_of(tmp_path, "qa", SUMMARY | {"task": "qa"}, records=judged(9, violations=1))
+    rag = run_of(tmp_path, "rag", SUMMARY | {"task": "rag"}, records=judged(9, violations=1, first=10))
+    assert found(claim, [qa, rag]).remark.endswith("18 exact, 0 ties, 2 violations")
+    overlapping = run_of(tmp_path, "overlapping", SUMMARY, records=judged(10, first=5))
+    assert found(claim, [qa, overlapping]).remark.endswith("14 exact, 0 ties, 1 violations")
+    assert found(claim, [qa, rag, overlapping]).remark.endswith("18 exact, 0 ties, 2 violations")
 
 
 @pytest.mark.parametrize(
@@ -172,12 +193,17 @@ def test_answers_to_the_same_questions_are_counted_once_for_each_method():
         {"likelihood": {"method": {"standard_errors": -9.0, "rare_p": None, "spread_p": None}}},
     ],
 )
-def test_a_run_that_is_a_violation_as_a_whole_refutes_that_answers_are_exact(off):
+def test_a_run_that_is_a_violation_as_a_whole_refutes_that_answers_are_exact(tmp_path, off):
     (claim,) = (claim for claim in KNOWN if claim["measure"] == "certified")
-    (checked,) = claims.check_claims(
-        runs_of(a=published(1.8), b=published(1.8) | off | {"method": "pld"}), [claim]
-    )
+    runs = [
+        run_of(tmp_path, name, published(1.8) | summary, records=judged(7))
+        for name, summary in {"exact": {}, "off": off | {"method": "pld"}, "again": off}.items()
+    ]
+    (checked,) = claims.check_claims(runs[:2], [claim])
     assert checked.fitting.verdict == "not supported"
+    assert checked.fitting.remark.endswith("14 exact, 0 ties, 1 violations")
+    (checked,) = claims.check_claims(runs, [claim])
+    assert checked.fitting.remark.endswith("14 exact, 0 ties, 2 violations")
 
 
 def test_an_acceptance_length_needs_no_wide_pair(tmp_path):

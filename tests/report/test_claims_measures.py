@@ -13,7 +13,7 @@ from specbench.measure.metrics.statistics import Speedup
 from specbench.report import claims
 from specbench.report.runs import Run
 from tests.report.test_phases import measured
-from tests.support.claims import AGAINST, KNOWN, found, journal
+from tests.support.claims import AGAINST, KNOWN, found, journal, judged
 from tests.support.messages import says
 from tests.support.samples import (
     PROVENANCE,
@@ -63,59 +63,63 @@ def test_a_number_of_the_summary():
     assert found(share, runs_of(a=batched(alignment_share=0.06))).verdict == "not supported"
 
 
-ONCE = "equal questions of a method once"
+ONCE = "each question of a method once"
 
 
-def test_the_share_of_certified_answers():
+def test_the_share_of_certified_answers(tmp_path):
     claim = {"measure": "certified", "of": {"method": "kangaroo"}, "at_least": 1.0}
-    checked = found(claim, runs_of(a=SUMMARY, b=faster(1.0)))
+    a, b = (run_of(tmp_path, name, SUMMARY, records=judged(79, ties=1)) for name in "ab")
+    checked = found(claim, [a, b])
     assert checked.estimate.value == 1.0 and checked.verdict == "supported"
     most = "at most 4.5% of answers can be others"
     assert checked.remark == f"2 runs, {ONCE}: 79 exact, 1 ties, 0 violations; {most}"
-    checked = found(claim, runs_of(a=SUMMARY, b=wrong(), c=nothing(), d=wrong() | {"method": "pld"}))
-    assert checked.estimate.value == 77 / 80 and checked.verdict == "not supported"
-    assert checked.remark == f"3 runs, {ONCE}: 76 exact, 1 ties, 3 violations"
-    assert found(claim, runs_of(a=nothing())).verdict == "not measured"  # sampling: no answer was judged
-
-
-def test_the_share_of_equal_answers_counts_no_tie():
-    claim = {"measure": "exact", "of": {"method": ["eqspec", "exspec"]}, "at_least": 1.0}
-    runs = runs_of(
-        a=SUMMARY | {"method": "eqspec"}, b=SUMMARY | {"method": "exspec"}, c=SUMMARY | {"method": "ragged"}
+    faulty, sampled, other = (
+        run_of(tmp_path, name, summary, records=records)
+        for name, summary, records in (
+            ("faulty", wrong(), judged(77, violations=3, first=1)),
+            ("sampled", nothing(), []),
+            ("other", wrong() | {"method": "pld"}, judged(77, violations=3)),
+        )
     )
+    checked = found(claim, [a, faulty, sampled, other])
+    assert checked.estimate.value == 78 / 81 and checked.verdict == "not supported"
+    assert checked.remark == f"3 runs, {ONCE}: 77 exact, 1 ties, 3 violations"
+    assert found(claim, [sampled]).verdict == "not measured"  # no answer was judged
+
+
+def test_the_share_of_equal_answers_counts_no_tie(tmp_path):
+    claim = {"measure": "exact", "of": {"method": ["eqspec", "exspec"]}, "at_least": 1.0}
+    runs = [
+        run_of(tmp_path, method, SUMMARY | {"method": method}, records=judged(79, ties=1))
+        for method in ("eqspec", "exspec", "ragged")
+    ]
     checked = found(claim, runs)
     assert checked.estimate.value == 158 / 160 and checked.verdict == "not supported"
     assert checked.remark == f"2 runs, {ONCE}: 158 exact, 2 ties, 0 violations"
     assert found(claim, runs[2:]).verdict == "not measured"
 
 
-def test_a_share_of_few_answers_has_a_wide_interval():
+@pytest.mark.parametrize(
+    ("exact", "verdict", "low"), [(7, "supported (point estimate)", 0.590), (126, "supported", 0.971)]
+)
+def test_a_share_of_few_answers_has_a_wide_interval(tmp_path, exact, verdict, low):
     claim = {"measure": "exact", "of": {"method": "eqspec"}, "at_least": 0.95}
-
-    def verdict_of(exact: int) -> tuple:
-        counts = {"answers": exact, "exact": exact, "tie": 0, "violation": 0}
-        checked = found(claim, runs_of(a=SUMMARY | {"method": "eqspec", "equivalence": counts}))
-        return checked.verdict, checked.estimate.low
-
-    assert verdict_of(7) == ("supported (point estimate)", pytest.approx(0.590, abs=1e-3))
-    assert verdict_of(126) == ("supported", pytest.approx(0.971, abs=1e-3))
+    checked = found(claim, [run_of(tmp_path, "a", SUMMARY | {"method": "eqspec"}, records=judged(exact))])
+    assert (checked.verdict, checked.estimate.low) == (verdict, pytest.approx(low, abs=1e-3))
 
 
-def test_equality_is_claimed_of_the_papers_own_methods_alone():
+def test_equality_is_claimed_of_the_papers_own_methods_alone(tmp_path):
     """Ragged batches are ours: what they answer is no evidence for EQSPEC or EXSPEC."""
     (claim,) = (claim for claim in KNOWN if claim["name"].startswith("EQSPEC and EXSPEC, answers equal"))
-    alike = changed(SUMMARY, equivalence__exact=80, equivalence__tie=0) | {"batch_size": 8}
-    ties = alike | {"equivalence": SUMMARY["equivalence"]}
-    alone = ties | {"batch_size": 1}  # is compared with itself
-    ours = [alike | {"method": method} for method in ("eqspec", "exspec")]
-    assert (
-        claims.find(
-            claim,
-            runs_of(a=ours[0], b=ours[1], c=ties | {"method": "ragged"}, d=alone | {"method": "eqspec"}),
-        ).estimate.value
-        == 1.0
-    )
-    assert claims.find(claim, runs_of(a=ours[0], b=ties | {"method": "exspec"})).estimate.value == 159 / 160
+
+    def batch(method: str, ties: int, size: int = 8) -> Run:
+        summary = SUMMARY | {"method": method, "batch_size": size}
+        return run_of(tmp_path, f"{method}-{size}-{ties}", summary, records=judged(80 - ties, ties))
+
+    equal = [batch("eqspec", 0), batch("exspec", 0)]
+    alone = batch("eqspec", 1, size=1)  # is compared with itself
+    assert claims.find(claim, [*equal, batch("ragged", 1), alone]).estimate.value == 1.0
+    assert claims.find(claim, [equal[0], batch("exspec", 1)]).estimate.value == 159 / 160
 
 
 def test_no_claim_rests_on_the_best_of_several_noisy_numbers():

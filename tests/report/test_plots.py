@@ -188,6 +188,18 @@ def test_a_line_goes_on_where_another_baseline_is_faster():
     assert line.get_xdata().tolist() == [2, 4]
 
 
+def test_a_line_goes_on_where_other_threads_were_chosen_but_not_where_they_are_compared():
+    chosen = [batched(batch_size=2) | {"threads": 1}, batched(batch_size=4) | {"threads": 2}]
+    (line,) = sweep_plots.throughput(chosen).axes[0].lines
+    assert line.get_xdata().tolist() == [2, 4]
+    compared = [*chosen, batched(batch_size=4) | {"threads": 1}]
+    lines = sweep_plots.throughput(compared).axes[0].lines
+    assert {line.get_label(): line.get_xdata().tolist() for line in lines} == {
+        "exspec + sps, threads=1": [2, 4],
+        "exspec + sps, threads=2": [4],
+    }
+
+
 def test_batches_of_other_settings_are_lines_of_their_own():
     windows = [changed(batched(batch_size=size), settings__window=8 * size) for size in (2, 4)]
     lines = sweep_plots.throughput(windows).axes[0].lines

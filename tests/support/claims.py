@@ -7,7 +7,7 @@ import yaml
 
 from specbench.report import claims
 from tests.support.samples import faster
-from tests.support.synthetic import columns, generation, record, turn
+from tests.support.synthetic import EXACT, TIE, VIOLATION, columns, generation, record, turn
 
 KNOWN = yaml.safe_load(claims.FILE.read_text())
 
@@ -35,6 +35,15 @@ def journal(speedup: float, seed: int = 0, read: int = 100) -> list[dict]:
             )
         )
     return found
+
+
+def judged(exact: int, ties: int = 0, violations: int = 0, first: int = 0) -> list[dict]:
+    """A question for each answer, with ids from `first` on; violations come first, and then ties."""
+    certificates = [VIOLATION] * violations + [TIE] * ties + [EXACT] * exact
+    return [
+        record(first + i, turns=[turn(equivalence=one, baseline=generation([0]), method=generation([1]))])
+        for i, one in enumerate(certificates)
+    ]
 
 
 AGAINST = {

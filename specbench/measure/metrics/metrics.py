@@ -204,6 +204,21 @@ def distinct_4grams(records: list[dict]) -> float | None:
     return ratio(sum(len(set(one)) for one in by_answer), sum(map(len, by_answer)))
 
 
+def certificates(records: list[dict], key: str = "equivalence") -> dict[tuple[int, int], list[dict]]:
+    """Those of each judged answer, one for each repeat, by question and turn."""
+    repeats_of: dict[tuple[int, int], list[dict]] = {}
+    for record in records:
+        for turn in record["turns"]:
+            if (certificate := turn.get(key)) and certificate["verdict"] is not None:
+                repeats_of.setdefault((record["question_id"], turn["turn"]), []).append(certificate)
+    return repeats_of
+
+
+def worst_of(some: Iterable[dict]) -> dict:
+    """The certificate with the worst verdict, of several the first."""
+    return max(some, key=lambda one: VERDICTS.index(one["verdict"]))
+
+
 def equivalence(records: list[dict], key: str = "equivalence") -> dict:
     """Counts of the verdicts, each the worst of an answer's repeats.
 
@@ -211,12 +226,8 @@ def equivalence(records: list[dict], key: str = "equivalence") -> dict:
     - tie_margin: of the widest tie of all repeats, in logits; None without ties.
     - tie_noise: the rounding noise that it was compared with.
     """
-    repeats_of: dict[tuple[int, int], list[dict]] = {}
-    for record in records:
-        for turn in record["turns"]:
-            if (certificate := turn.get(key)) and certificate["verdict"] is not None:
-                repeats_of.setdefault((record["question_id"], turn["turn"]), []).append(certificate)
-    judged = [max(some, key=lambda one: VERDICTS.index(one["verdict"])) for some in repeats_of.values()]
+    repeats_of = certificates(records, key)
+    judged = [worst_of(some) for some in repeats_of.values()]
     divergences = [c["first_divergence"] for c in judged if c["first_divergence"] is not None]
     counts = {name: sum(c["verdict"] == name for c in judged) if judged else None for name in VERDICTS}
     tied = (c for some in repeats_of.values() for c in some if c["verdict"] == TIE)
