@@ -68,7 +68,7 @@ def run(jobs: list[Job], executor: Executor, logs: Path, changed: Callable[[], N
             if job.state != WAITING:
                 continue
             with report_user_error(job):
-                if job.cfg.threads is None:
+                if job.cfg.threads is None and not store.is_begun(job.run_dir):
                     job.cfg.threads = threads_of_first(job, jobs)
                 job.run_dir = store.find_or_create(job.cfg, by_folder)
                 job.state = RUNNING

@@ -81,7 +81,11 @@ def accept(
             fits = (choices[:, :-1] == draft.tokens) | is_typical(logits[:, :-1], draft.tokens)
             count = leading(fits, valid_mask)
             return outcome(draft.tokens, count, _at(choices, count))
-        return greedy_chain(choices, draft.tokens, valid_mask)
+        accepted = greedy_chain(choices, draft.tokens, valid_mask)
+        if numbers is None:
+            return accepted
+        # Nodes that are not reached have no choice, and no id that a drafter could embed.
+        return outcome(draft.tokens, accepted.count, _at(choices, accepted.count))
     rule, accepting = sampled_chain, uniforms[:, :k, ACCEPT]
     if decoding.verification == BLOCK:  # the column of each position is its place in the draft
         rule, accepting = block_chain, uniforms[:, :k, ACCEPT : ACCEPT + k].diagonal(dim1=1, dim2=2)
@@ -346,7 +350,7 @@ def sampled_tree(
     50,000 ids, distributions of all nodes in all turns would be more bytes than a target's weights.
 
     Args:
-        probs: [b, k + 1, vocab] the target's distributions.
+        probs: [b, k + 1, vocab] the target's distributions, overwritten.
         tokens: [b, k] the nodes.
         draft_probs: [b, k, vocab] the distribution that each node was drawn from.
         tree: their shape.
@@ -360,7 +364,7 @@ def sampled_tree(
     b, k = tokens.shape
     tried = torch.ones_like(tokens, dtype=torch.bool) if valid_mask is None else valid_mask
     parents, order = (tree.parents + 1).expand(b, -1), tree.siblings_before().expand(b, -1)
-    rest, slots = probs.clone(), torch.arange(b, device=tokens.device).unsqueeze(1)
+    rest, slots = probs, torch.arange(b, device=tokens.device).unsqueeze(1)
     open_ = torch.ones(b, k + 1, dtype=torch.bool, device=tokens.device)  # nodes without an accepted child
     children = torch.zeros_like(open_, dtype=torch.int64).scatter_add_(1, parents, torch.ones_like(parents))
     by_children = children.argsort(dim=1, descending=True)

@@ -251,7 +251,8 @@ class Engine:
         inside = [slot for slot in range(b) if slot not in chosen]
         outside = [slot for slot in chosen if slot >= b]
         if inside:
-            self._move(inside + outside, outside + inside, max(one.length for one in held))
+            moved = [*inside, *outside]
+            self._move(moved, outside + inside, max(held[slot].length for slot in moved))
             for i, j in zip(inside, outside):
                 held[i], held[j] = held[j], held[i]
         return b
@@ -361,7 +362,7 @@ class Engine:
         for slot in reversed([slot for slot, one in enumerate(held) if one.done]):
             last = held.pop()
             if slot < len(held):
-                self._move([len(held)], [slot], max(one.length for one in (last, *held)))
+                self._move([len(held)], [slot], last.length)
                 held[slot] = last
 
     def _move(self, sources: list[int], destinations: list[int], kv_len: int) -> None:

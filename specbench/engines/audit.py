@@ -195,7 +195,8 @@ class Arm:
         stop_ids: that end an answer.
         cap: most tokens of an answer, if its line has no limit.
         drawn: whether the answers were drawn: their ends are then judged with their likelihood.
-        blur: rounding noise of the logits that they were drawn from; 0 in float32, where it is negligible.
+        blur: rounding noise of the logits that they were drawn from; 0 in float32 without top_k and top_p, where it is
+            negligible.
     """
 
     name: str
@@ -304,7 +305,8 @@ def arms_of(
         cap = max(1, *(len(answer.tokens) for answer in everything))
     bound = referee.noise(everything) if tolerance is None else tolerance
     drawn = not referee.decoding.greedy
-    blur = bound if drawn and referee.target.dtype != torch.float32 else 0.0  # as in a run
+    blurs = referee.target.dtype != torch.float32 or referee.decoding.truncation
+    blur = bound if drawn and blurs else 0.0  # as in a run
     judged = {
         name: [referee.judge(a, cap, blur, bound) for a in answers]
         for name, answers in answers_by_arm.items()

@@ -258,9 +258,9 @@ class Certifier:
     def likelihood(self, request: Request, tokens: list[int]) -> Likelihood:
         """The likelihood of a drawn answer under the target."""
         target, decoding, stop_ids = self.setup.target, request.decoding, self.setup.pair.stop_ids
-        # Rounding in float32 is negligible beside a temperature.
-        noise = 0.0 if target.dtype == torch.float32 else self.noise(METHOD)
-        # But not at the edge of top_k and top_p: the judge's passes are the model's own, as another program's are.
+        # Rounding in float32 is negligible beside a temperature, but not at the edge of top_k and top_p.
+        noise = 0.0 if target.dtype == torch.float32 and not decoding.truncation else self.noise(METHOD)
+        # The judge's passes are the model's own, as another program's are.
         edge_noise = max(self.noise(METHOD), self._noise_of_others) if decoding.truncation else 0.0
         return likelihood(target, request.prompt, tokens, decoding, stop_ids, noise, edge_noise)
 

@@ -32,11 +32,14 @@ class Constant:
     """Drafts of one length, and the base of the rules that choose another length after each draft.
 
     Args:
+        longest: length at most.
+
+    Attributes:
         initial: length of the first draft of an answer.
     """
 
-    def __init__(self, initial: int):
-        self.initial = initial
+    def __init__(self, longest: int):
+        self.initial = self.longest = longest
 
     def next_length(self, length: int, last: int, accepted: int, counts: np.ndarray) -> int:
         """The length after a draft of `last` tokens, of which `accepted` were accepted.
@@ -58,8 +61,8 @@ class Adaptive(Constant):
     """
 
     def __init__(self, longest: int):
-        super().__init__(min(INITIAL, longest))
-        self.longest = longest
+        super().__init__(longest)
+        self.initial = min(INITIAL, longest)
 
     def next_length(self, length: int, last: int, accepted: int, counts: np.ndarray) -> int:
         """Uses the last draft alone, and changes its own length, as the draft may have been shorter."""
@@ -78,9 +81,10 @@ class Goodput(Constant):
     """
 
     def __init__(self, longest: int, costs: Sequence[float]):
+        super().__init__(longest)
         self._costs = costs_by_length(costs, longest)[1:]
         self._powers = np.arange(longest + 1)
-        super().__init__(self._best(PRIOR_ACCEPTANCE))
+        self.initial = self._best(PRIOR_ACCEPTANCE)
 
     def next_length(self, length: int, last: int, accepted: int, counts: np.ndarray) -> int:
         """Uses the last rounds, each with less weight than the one after it."""

@@ -32,7 +32,7 @@ def set_round_costs(setup: Setup, protocol: Protocol, costs: list[float] | None)
         The costs.
     """
     assert isinstance(setup.drafter, VariableLength)
-    longest = setup.drafter.max_draft_tokens
+    longest = setup.drafter.rule.longest  # in a batch with a budget, less than the drafter's own
     if costs is None:
         costs = _measured(setup, setup.drafter, protocol, longest)
     costs = list(map(float, costs))  # a list of a configuration is no list

@@ -77,7 +77,9 @@ class Run:
             content = read_json(self.folder / store.PROVENANCE)
         except (OSError, ValueError):
             return None
-        return None if any(_lacking(content, PROVENANCE)) else content
+        if any(_lacking(content, PROVENANCE)):
+            return None
+        return content | {"config": migrated_config(content["config"])}
 
     @property
     def begun(self) -> datetime:

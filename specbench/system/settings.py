@@ -134,10 +134,13 @@ def plain(cfg: Mapping) -> dict[str, Any]:
 
 
 def flat(values: Mapping[Any, Any], separator: str = ".", lists: bool = False) -> dict[str, Any]:
-    """Nested settings by the names that lead to them, joined; with `lists` also the items of lists, by their index."""
+    """Nested settings by the names that lead to them, joined; with `lists` also the items of lists, by their index.
+
+    An empty list is a value of its own.
+    """
     flattened: dict[str, Any] = {}
     for key, value in values.items():
-        inner = dict(enumerate(value)) if lists and isinstance(value, list) else value
+        inner = dict(enumerate(value)) if lists and value and isinstance(value, list) else value
         if isinstance(inner, dict):
             leaves = flat(inner, separator, lists)
             flattened |= {f"{key}{separator}{name}": leaf for name, leaf in leaves.items()}

@@ -172,6 +172,24 @@ def test_jobs_take_the_threads_of_the_first_on_the_same_models(tmp_path):
     assert threads_of_first(job("batches", batch_size=8), [one]) is None
 
 
+def test_a_job_that_began_before_the_first_had_ended_goes_on_in_its_folder(jobs, tmp_path, monkeypatch):
+    """With the threads of the job that has ended since, it would be another run, and begin anew."""
+    monkeypatch.setattr(bench, "check", lambda cfg: None)
+    monkeypatch.setattr(bench, "resume_state", lambda job: None)
+    monkeypatch.setattr(bench, "end", lambda *_: None)
+    monkeypatch.setattr(store, "find_or_create", lambda cfg, taken: tmp_path / cfg.name)
+    begun, ended, waiting = sweep = [*jobs("begun"), *jobs("ended"), *jobs("waiting")]
+    for job, name in zip(sweep, ("begun", "ended", "waiting")):
+        values = {"name": name, "threads": None, "pair": {"name": "tiny"}, "engine": None, "batch_size": 1}
+        job.cfg = OmegaConf.create(values)
+        job.run_dir = tmp_path / name
+    write_run(tmp_path, "ended", SUMMARY | {"threads": 3})
+    ended.state = OK
+    begun.run_dir.mkdir()
+    bench.run(sweep, lambda folders, logs: ((folder, 0, None) for folder in folders), tmp_path)
+    assert [job.cfg.threads for job in (begun, waiting)] == [None, 3]
+
+
 def test_a_sweep_that_goes_on_keeps_the_threads_of_its_jobs(jobs):
     begun = jobs("ar")
     begun[0].cfg.threads = 3

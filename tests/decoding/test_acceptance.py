@@ -51,6 +51,21 @@ def test_greedy_chain_takes_rows_of_a_batch_one_by_one():
         assert (batch.count[i], next_token(batch)[i]) == (single.count, next_token(single))
 
 
+def test_no_new_token_of_a_sampled_batch_is_one_that_was_not_chosen():
+    """A drafter embeds what stands behind the shorter sequence's tokens, too: every entry must be an id."""
+    logits = torch.randn(8, 5, 11, generator=torch.Generator().manual_seed(3))
+    decoding = SamplingParams(9, 1.0)
+    uniforms = torch.rand(8, 5, 3, generator=torch.Generator().manual_seed(4))
+    draft = Draft(torch.zeros(8, 4, dtype=torch.int64))
+    choices = acceptance.target_choices(logits, draft.tokens, decoding, uniforms[..., acceptance.TARGET])
+    assert (choices == acceptance.UNREACHED).any()
+    verdict = accept(logits, draft, decoding, uniforms)
+    assert (
+        verdict.tokens.min() >= 0
+        and (next_token(verdict) == choices.gather(1, verdict.count[:, None])[:, 0]).all()
+    )
+
+
 @st.composite
 def trees(draw):
     """Parents and tokens of a tree whose siblings differ, and the target's choice at each node."""
@@ -372,7 +387,7 @@ def test_a_tree_of_drawn_tokens_is_walked_as_published(tree, seed):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(acceptance, "may_look", lambda _, looks=looks: looks)
             count, path, rest = acceptance.sampled_tree(
-                probs.unsqueeze(0), tokens.unsqueeze(0), q.unsqueeze(0), shape, uniforms.unsqueeze(0)
+                probs.unsqueeze(0).clone(), tokens.unsqueeze(0), q.unsqueeze(0), shape, uniforms.unsqueeze(0)
             )
         assert path[0, :count].tolist() == expected
         assert torch.allclose(rest[0] / rest.sum(), following / following.sum(), atol=1e-5)

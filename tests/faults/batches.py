@@ -4,6 +4,22 @@ from tests.faults.fault import BATCHES, LOSSLESS, D, Fault
 
 FAULTS = (
     Fault(
+        "of a sequence that moves to another slot the last token is not copied",
+        "batches",
+        f"{D}/engine.py",
+        "self._move([len(held)], [slot], last.length)",
+        "self._move([len(held)], [slot], last.length - 2)",
+        ("tests/decoding/test_batch.py",),
+    ),
+    Fault(
+        "sequences that change slots are copied as far as the shortest",
+        "batches",
+        f"{D}/engine.py",
+        "max(held[slot].length for slot in moved)",
+        "min(held[slot].length for slot in moved)",
+        ("tests/decoding/test_batch.py",),
+    ),
+    Fault(
         "holes count as tokens",
         "batches",
         "methods/common/aligned_layout.py",

@@ -20,6 +20,14 @@ FAULTS = (
         (*ACCEPT, "tests/methods/test_sampling.py"),
     ),
     Fault(
+        "behind a sampled chain stand places that were not drawn",
+        "sampling",
+        f"{D}/acceptance.py",
+        "        if numbers is None:\n            return accepted\n",
+        "        return accepted\n",
+        ("tests/decoding/test_acceptance.py", "tests/methods/test_eagle.py"),
+    ),
+    Fault(
         "after a draft's end the residual is taken",
         "sampling",
         f"{D}/acceptance.py",

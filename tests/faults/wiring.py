@@ -6,6 +6,14 @@ R, S = "tests/measure/test_runner.py", "specbench/engines"
 
 FAULTS = (
     Fault(
+        "a job that began is given the threads of one that ended since, and begins anew",
+        "wiring",
+        "specbench/commands/run.py",
+        " and not store.is_begun(job.run_dir)",
+        "",
+        ("tests/commands/test_sweep.py",),
+    ),
+    Fault(
         "the baseline of a batch decodes one answer at a time",
         "wiring",
         f"{M}/runner.py",

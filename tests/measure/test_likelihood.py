@@ -119,15 +119,17 @@ def test_what_rounds_otherwise_is_drawn_and_another_temperature_is_none(temperat
 
 
 @pytest.mark.parametrize(
-    ("dtype", "served", "noise"),
+    ("dtype", "served", "noise", "noise_of_a_cut"),
     [
-        (torch.float32, None, 0.0),
-        (torch.float32, "another engine", 0.0),
-        (torch.bfloat16, None, 0.25),
-        (torch.bfloat16, "another engine", 0.6),
+        (torch.float32, None, 0.0, 0.25),
+        (torch.float32, "another engine", 0.0, 0.6),
+        (torch.bfloat16, None, 0.25, 0.25),
+        (torch.bfloat16, "another engine", 0.6, 0.6),
     ],
 )
-def test_half_precision_is_judged_within_the_noise_of_the_run(monkeypatch, dtype, served, noise):
+def test_half_precision_and_cuts_are_judged_within_the_noise_of_the_run(
+    monkeypatch, dtype, served, noise, noise_of_a_cut
+):
     given = []
     monkeypatch.setattr(certify, "likelihood", lambda *arguments: given.append(arguments[-2:]))
     pair = random_pair("llama")
@@ -136,7 +138,22 @@ def test_half_precision_is_judged_within_the_noise_of_the_run(monkeypatch, dtype
     certifier.__dict__ |= {"_noise_of_shapes": 0.25, "_noise_of_served": 0.1, "_noise_of_others": 0.6}
     for cut in ({}, {"top_k": 9}):
         certifier.likelihood(Request([3, 9], SamplingParams(4, 0.5, **cut)), [5, 6])
-    assert given == [(noise, 0.0), (noise, 0.6)]
+    assert given == [(noise, 0.0), (noise_of_a_cut, 0.6)]
+
+
+def test_a_near_tie_of_a_cut_that_leaves_one_token_is_no_violation_and_another_token_is():
+    """Each distribution has one token and no variance: the smallest difference would be many standard errors."""
+    logits = 4 * torch.randn(50, VOCAB, generator=torch.Generator().manual_seed(5))
+    decoding, noise = replace(at(1.0), top_k=1), 2e-5
+    best, second = logits.topk(2, dim=-1).indices[7].tolist()
+    logits[7, second] = logits[7, best] - 5e-6
+    tokens = logits.argmax(-1).tolist()
+    tokens[7] = second
+    near = judgement([asdict(of_logits(logits, tokens, decoding, noise, noise))])
+    assert not is_off(near)
+    assert is_off(judgement([asdict(of_logits(logits, tokens, decoding, 0.0, 0.0))])), "nothing is tested"
+    tokens[7] = int(logits[7].argsort(descending=True)[3])
+    assert is_off(judgement([asdict(of_logits(logits, tokens, decoding, noise, noise))]))
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import Request
+from specbench.measure import round_costs
 from specbench.measure.draft_length import (
     Adaptive,
     Constant,
@@ -26,6 +28,7 @@ from specbench.measure.draft_length import (
 )
 from specbench.report.replay import rounds_of
 from specbench.system.errors import UserError
+from specbench.system.settings import GOODPUT
 from tests.support import batches
 from tests.support.conf import composed
 from tests.support.decoding import PROMPT, random_pair
@@ -44,6 +47,25 @@ def test_the_rule_of_transformers():
     ]
     assert rule.initial == 5 and following == [7, 8, 4, 1, 7, 4], "of its own length, not of what was drafted"
     assert Adaptive(3).initial == 3 and Constant(3).next_length(3, 3, 0, counts) == 3
+
+
+def test_costs_are_measured_up_to_the_length_that_a_batch_has_room_for(monkeypatch):
+    """With a budget of tokens it is less than the drafter's own: no longer draft is made, or chosen."""
+    drafter = VariableLength(
+        SpeculativeSampling(random_pair("llama"), max_draft_tokens=5), make_rule(GOODPUT, 3, None)
+    )
+    lengths = []
+    answers = lambda arm, _: lengths.append(drafter.rule.longest) or []  # noqa: E731
+    setup = SimpleNamespace(
+        drafter=drafter,
+        spec=SimpleNamespace(batch_size=8),
+        answers=answers,
+        set_reference_answers=lambda _: None,
+    )
+    monkeypatch.setattr(round_costs, "end_requests", lambda *_: [])
+    monkeypatch.setattr(round_costs, "filled", lambda *_: [])
+    round_costs.set_round_costs(setup, None, None)
+    assert lengths == [3, 1, 2, 3] and drafter.rule.longest == 3
 
 
 def test_goodput_takes_the_length_with_most_tokens_for_its_cost():

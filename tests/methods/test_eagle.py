@@ -17,6 +17,7 @@ from methods.eagle.chain import chained
 from methods.eagle.checkpoint import load_eagle, save_eagle
 from methods.eagle.drafter import EAGLE_TREE
 from methods.eagle.model import EagleModel
+from methods.eqspec import EqSpec
 from methods.ragged import RaggedBatch
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import CACHE_STEP, Engine
@@ -191,6 +192,14 @@ def test_dimensions_of_dynamic_trees(folder, nodes, width, levels, expected):
     assert max(s.drafted for s in steps) == expected
     assert all(s.depth <= min(levels, s.drafted) for s in steps)
     assert max(s.draft_bytes for s in steps) == min(levels, nodes) * drafter._bytes, "a pass for each level"
+
+
+@pytest.mark.parametrize("scheduler", [RaggedBatch(3), EqSpec(3)], ids=["ragged", "eqspec"])
+def test_a_chain_in_a_sampled_batch(folder, scheduler):
+    """Its layer then also gets entries behind the end of a sequence that accepted fewer tokens than others."""
+    pair = random_pair("llama")
+    drafter = Eagle2(pair, folder, nodes=3, width=1, max_draft_tokens=3)
+    assert assert_samples_like_plain_decoding(pair, drafter, sampled_requests(pair, 24, 0.3), scheduler)
 
 
 def test_a_tree_ends_where_the_answer_must(folder):

@@ -394,6 +394,22 @@ def test_the_seed_of_greedy_batches_counts_as_it_orders_their_pools(tmp_path):
     assert says(runs.not_comparable(pools)[0], "p1 ... seed 0 against 1") and runs.not_comparable(alone) == []
 
 
+def test_settings_that_an_older_version_did_not_have_are_no_difference_but_others_are(tmp_path):
+    today = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "verification": "token", "verify_width": None}
+    before, now, cut, endless = (
+        run_of(tmp_path, name, provenance=changed(PROVENANCE, **changes))
+        for name, changes in (
+            ("before", {"config__decoding": {"temperature": 0.0}}),
+            ("now", {"config__decoding": today}),
+            ("cut", {"config__decoding": today | {"top_k": 4}}),
+            ("endless", {"config__decoding": today, "config__pair__stop_ids": []}),
+        )
+    )
+    assert runs.not_comparable([before, now]) == []
+    assert says(runs.not_comparable([before, cut])[0], "config.decoding.top_k 0 against 4")
+    assert says(runs.not_comparable([now, endless])[0], "config.pair.stop_ids None against []")
+
+
 def test_a_rule_for_draft_lengths_is_a_method_of_its_own(tmp_path):
     """As its settings are: runs of it are told apart, are no repeats of others, and nobody wonders that they differ."""
     other = changed(PROVENANCE, config__decoding={"draft_length": "adaptive", "round_costs": [1.0, 1.2]})

@@ -71,10 +71,14 @@ def find_or_create(config: Mapping, taken: Collection[Path] = ()) -> Path:
         return _given_folder(Path(config["run_dir"]), config, code)
     root = Path(config["runs_root"])
     for run_dir in sorted(root.glob(f"*_{config_hash(config)}"), reverse=True):  # names begin with the date
-        free = run_dir not in taken and not is_complete(run_dir) and not (run_dir / GIVEN_UP).exists()
-        if free and _difference(run_dir, config, code) is None:
+        if run_dir not in taken and is_begun(run_dir) and _difference(run_dir, config, code) is None:
             return run_dir
     return _start(new_folder(root, _label(config)), config, code)
+
+
+def is_begun(run_dir: Path | None) -> bool:
+    """Whether a folder holds a part of a run that can be resumed, with the settings that it began with."""
+    return run_dir is not None and run_dir.exists() and not is_complete(run_dir) and not _is_given_up(run_dir)
 
 
 def is_measured(run_dir: Path, config: Mapping) -> bool:
@@ -92,6 +96,10 @@ def _has_other_weights(run_dir: Path, config: dict) -> bool:
     spec = RunSpec.of(config, read_json(run_dir / FACTS)["unit"])
     now = {"weights": provenance.weights(config["pair"], spec.drafting, spec.engine)}
     return bool(provenance.differences(read_json(run_dir / PROVENANCE), now, ["weights"]))
+
+
+def _is_given_up(run_dir: Path) -> bool:
+    return (run_dir / GIVEN_UP).exists()
 
 
 def give_up(run_dir: Path, why: str) -> None:
