@@ -55,11 +55,12 @@ def test_checksums_of_weights_on_disk(tmp_path, monkeypatch):
     for name in ("model.safetensors", "config.json"):
         (target / name).write_text(name)
     part.write_bytes(b"part")
-    found = provenance.weights(PAIR | {"target": str(target), "parts": {"kangaroo": str(part)}}, {})
+    pair = PAIR | {"target": str(target), "parts": {"kangaroo": str(part), "eagle": str(tmp_path)}}
+    found = provenance.weights(pair, {"weights": str(part)})
     names = ("config.json", "model.safetensors")
     assert found["target"]["files"] == {name: hashlib.sha256(name.encode()).hexdigest() for name in names}
     assert found["parts.kangaroo"]["files"] == {"head.bin": hashlib.sha256(b"part").hexdigest()}
-    assert "draft" not in found
+    assert found.keys() == {"target", "parts.kangaroo"}, "only what the run reads"
     chosen = provenance.weights(PAIR, {"name": "sps", "vocab_map": str(target), "max_draft_tokens": 5})
     assert chosen["method.vocab_map"]["files"].keys() == set(names) and "method.name" not in chosen
     monkeypatch.chdir(tmp_path)  # where a folder is called like the method

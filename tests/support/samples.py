@@ -126,7 +126,6 @@ PROVENANCE = {
     "config": {
         "method": {"name": "kangaroo"},
         "pair": {"target": "models/target", "dtype": "float32", "parts": {}},
-        "decoding": {},
         "batch_size": 1,
     },
     "versions": {"python": "3.11.7", "torch": "2.13"},

@@ -199,13 +199,16 @@ def weights(pair: Mapping, method: Mapping, engine: Mapping | None = None) -> di
         engine: settings of another engine, which may have files of its own.
 
     Returns:
-        Facts by "target", "draft", "parts.<name>", "method.<name>", "engine.target", "engine.draft"; without secrets.
+        Facts by "target", "draft", "parts.<name>" (those that the drafter names), "method.<name>", "engine.target",
+        "engine.draft"; without secrets.
     """
     sources = {"target": pair["target"], "draft": pair["draft"]}
-    sources |= {f"parts.{name}": path for name, path in pair["parts"].items()}
+    named = dict(_paths(method))
+    # Other parts may change while the run is interrupted.
+    sources |= {f"parts.{name}": path for name, path in pair["parts"].items() if path in named.values()}
     folders = {
         f"method.{key}": path
-        for key, path in _paths(method)
+        for key, path in named.items()
         if path not in sources.values() and packaged(path).exists()
     }
     sources |= folders

@@ -35,7 +35,7 @@ def migrated_facts(facts: dict) -> dict:
 
 def migrated_config(config: dict) -> dict:
     """The content of config.yaml with today's settings."""
-    return {"pool": None} | config | {"decoding": LATER_DECODING | config["decoding"]}
+    return {"pool": None} | config | {"decoding": LATER_DECODING | config.get("decoding", {})}
 
 
 def migrated_summary(summary: Any) -> Any:
