@@ -77,15 +77,14 @@ def accept(
     if uniforms is None or draft.probs is None:
         numbers = None if uniforms is None else uniforms[:, : 1 + k, TARGET]
         choices = target_choices(logits, draft.tokens, decoding, numbers)
+        if numbers is None and decoding.verification != TYPICAL:
+            return greedy_chain(choices, draft.tokens, valid_mask)
+        fits = choices[:, :-1] == draft.tokens
         if decoding.verification == TYPICAL:
-            fits = (choices[:, :-1] == draft.tokens) | is_typical(logits[:, :-1], draft.tokens)
-            count = leading(fits, valid_mask)
-            return outcome(draft.tokens, count, _at(choices, count))
-        accepted = greedy_chain(choices, draft.tokens, valid_mask)
-        if numbers is None:
-            return accepted
-        # Nodes that are not reached have no choice, and no id that a drafter could embed.
-        return outcome(draft.tokens, accepted.count, _at(choices, accepted.count))
+            fits = fits | is_typical(logits[:, :-1], draft.tokens)
+        count = leading(fits, valid_mask)
+        # Drawn choices lack those of nodes that are not reached: no id that a drafter could embed.
+        return outcome(draft.tokens, count, _at(choices, count))
     rule, accepting = sampled_chain, uniforms[:, :k, ACCEPT]
     if decoding.verification == BLOCK:  # the column of each position is its place in the draft
         rule, accepting = block_chain, uniforms[:, :k, ACCEPT : ACCEPT + k].diagonal(dim1=1, dim2=2)

@@ -251,7 +251,7 @@ class Engine:
         inside = [slot for slot in range(b) if slot not in chosen]
         outside = [slot for slot in chosen if slot >= b]
         if inside:
-            moved = [*inside, *outside]
+            moved = inside + outside
             self._move(moved, outside + inside, max(held[slot].length for slot in moved))
             for i, j in zip(inside, outside):
                 held[i], held[j] = held[j], held[i]

@@ -21,6 +21,7 @@ from specbench.decoding.sampling import truncate_at_stop
 from specbench.measure.likelihood import (
     BLOCK,
     Likelihood,
+    is_blurred,
     most_changed,
     of_logits,
     token_logprobs,
@@ -305,8 +306,7 @@ def arms_of(
         cap = max(1, *(len(answer.tokens) for answer in everything))
     bound = referee.noise(everything) if tolerance is None else tolerance
     drawn = not referee.decoding.greedy
-    blurs = referee.target.dtype != torch.float32 or referee.decoding.truncation
-    blur = bound if drawn and blurs else 0.0  # as in a run
+    blur = bound if drawn and is_blurred(referee.target.dtype, referee.decoding) else 0.0
     judged = {
         name: [referee.judge(a, cap, blur, bound) for a in answers]
         for name, answers in answers_by_arm.items()

@@ -86,6 +86,14 @@ def likelihood(
     return of_logits(logits[: len(drawn)], drawn, decoding, noise, edge_noise)
 
 
+def is_blurred(dtype: torch.dtype, decoding: SamplingParams) -> bool:
+    """Whether rounding changes distributions by something that counts.
+
+    In float32 it is negligible beside a temperature, but not at the edge of top_k and top_p.
+    """
+    return dtype != torch.float32 or bool(decoding.truncation)
+
+
 def judging_logits(target: StagedModel, prompt: list[int], answer: list[int]) -> torch.Tensor:
     """Logits [len(answer), vocab] by the model's own forward, so that no fault of our passes judges itself.
 

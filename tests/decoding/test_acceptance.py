@@ -52,7 +52,7 @@ def test_greedy_chain_takes_rows_of_a_batch_one_by_one():
 
 
 def test_no_new_token_of_a_sampled_batch_is_one_that_was_not_chosen():
-    """A drafter embeds what stands behind the shorter sequence's tokens, too: every entry must be an id."""
+    """A drafter also embeds what follows the shorter sequence's tokens: every entry must be an id."""
     logits = torch.randn(8, 5, 11, generator=torch.Generator().manual_seed(3))
     decoding = SamplingParams(9, 1.0)
     uniforms = torch.rand(8, 5, 3, generator=torch.Generator().manual_seed(4))

@@ -56,11 +56,11 @@ def test_checksums_of_weights_on_disk(tmp_path, monkeypatch):
         (target / name).write_text(name)
     part.write_bytes(b"part")
     pair = PAIR | {"target": str(target), "parts": {"kangaroo": str(part), "eagle": str(tmp_path)}}
-    found = provenance.weights(pair, {"weights": str(part)})
+    recorded = provenance.weights(pair, {"weights": str(part)})
     names = ("config.json", "model.safetensors")
-    assert found["target"]["files"] == {name: hashlib.sha256(name.encode()).hexdigest() for name in names}
-    assert found["parts.kangaroo"]["files"] == {"head.bin": hashlib.sha256(b"part").hexdigest()}
-    assert found.keys() == {"target", "parts.kangaroo"}, "only what the run reads"
+    assert recorded["target"]["files"] == {name: hashlib.sha256(name.encode()).hexdigest() for name in names}
+    assert recorded["parts.kangaroo"]["files"] == {"head.bin": hashlib.sha256(b"part").hexdigest()}
+    assert recorded.keys() == {"target", "parts.kangaroo"}, "only what the run reads"
     chosen = provenance.weights(PAIR, {"name": "sps", "vocab_map": str(target), "max_draft_tokens": 5})
     assert chosen["method.vocab_map"]["files"].keys() == set(names) and "method.name" not in chosen
     monkeypatch.chdir(tmp_path)  # where a folder is called like the method
@@ -70,7 +70,7 @@ def test_checksums_of_weights_on_disk(tmp_path, monkeypatch):
     assert provenance.weights(PAIR, chosen).keys() == {"target"}
     assert provenance.trained(PAIR, chosen, with_draft=False) == provenance.trained_weights(chosen) == {}
     wrapped = provenance.weights(PAIR, {"name": "samd", "drafter": {"weights": str(target)}})
-    assert wrapped["method.drafter.weights"]["files"] == found["target"]["files"]
+    assert wrapped["method.drafter.weights"]["files"] == recorded["target"]["files"]
     of_engine = provenance.weights(PAIR, {}, {"name": "llama_cpp", "target": str(part), "draft": None})
     assert of_engine["engine.target"]["files"] == {"head.bin": hashlib.sha256(b"part").hexdigest()}
     assert "engine.draft" not in of_engine

@@ -55,7 +55,11 @@ def test_costs_are_measured_up_to_the_length_that_a_batch_has_room_for(monkeypat
         SpeculativeSampling(random_pair("llama"), max_draft_tokens=5), make_rule(GOODPUT, 3, None)
     )
     lengths = []
-    answers = lambda arm, _: lengths.append(drafter.rule.longest) or []  # noqa: E731
+
+    def answers(_arm: str, _requests: list) -> list:
+        lengths.append(drafter.rule.longest)
+        return []
+
     setup = SimpleNamespace(
         drafter=drafter,
         spec=SimpleNamespace(batch_size=8),

@@ -196,7 +196,7 @@ def test_dimensions_of_dynamic_trees(folder, nodes, width, levels, expected):
 
 @pytest.mark.parametrize("scheduler", [RaggedBatch(3), EqSpec(3)], ids=["ragged", "eqspec"])
 def test_a_chain_in_a_sampled_batch(folder, scheduler):
-    """Its layer then also gets entries behind the end of a sequence that accepted fewer tokens than others."""
+    """Its layer then also gets entries after the end of a sequence that accepted fewer tokens than others."""
     pair = random_pair("llama")
     drafter = Eagle2(pair, folder, nodes=3, width=1, max_draft_tokens=3)
     assert assert_samples_like_plain_decoding(pair, drafter, sampled_requests(pair, 24, 0.3), scheduler)

@@ -78,7 +78,9 @@ def find_or_create(config: Mapping, taken: Collection[Path] = ()) -> Path:
 
 def is_begun(run_dir: Path | None) -> bool:
     """Whether a folder holds a part of a run that can be resumed, with the settings that it began with."""
-    return run_dir is not None and run_dir.exists() and not is_complete(run_dir) and not _is_given_up(run_dir)
+    if run_dir is None or not run_dir.exists():
+        return False
+    return not is_complete(run_dir) and not (run_dir / GIVEN_UP).exists()
 
 
 def is_measured(run_dir: Path, config: Mapping) -> bool:
@@ -96,10 +98,6 @@ def _has_other_weights(run_dir: Path, config: dict) -> bool:
     spec = RunSpec.of(config, read_json(run_dir / FACTS)["unit"])
     now = {"weights": provenance.weights(config["pair"], spec.drafting, spec.engine)}
     return bool(provenance.differences(read_json(run_dir / PROVENANCE), now, ["weights"]))
-
-
-def _is_given_up(run_dir: Path) -> bool:
-    return (run_dir / GIVEN_UP).exists()
 
 
 def give_up(run_dir: Path, why: str) -> None:
