@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from methods.common.aligned_layout import AlignedLayout
 from specbench.decoding.scheduler import Scheduler
+from specbench.measure.metrics.acceptance import ratio, stat
 from specbench.system.settings import Count, NotNegative
 
 if TYPE_CHECKING:
@@ -90,9 +91,6 @@ class ExSpec(Scheduler):
     @staticmethod
     def summarise(rounds: pd.DataFrame) -> dict[str, Any]:
         """`grouping_rate`: of the rounds of several sequences, the share whose sequences had one length."""
-        from specbench.measure.metrics.acceptance import ratio
-        from specbench.measure.metrics.dataframes import stat  # late: pandas takes a second to import
-
         judged = rounds.assign(grouped=stat(rounds, "grouped"))
         judged = judged[judged["grouped"].notna()]
         # A round of n sequences has n rows.

@@ -20,6 +20,7 @@ from specbench.decoding.device import on_device
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.sampling import argmax_token
 from specbench.decoding.state import Batch, Draft, SequenceState, Verified
+from specbench.measure.metrics.acceptance import ratio, stat
 from specbench.models.pairs import Pair
 from specbench.system.settings import Count, Range
 
@@ -179,9 +180,6 @@ class Lookahead(Drafter):
     @staticmethod
     def summarise(rounds: pd.DataFrame) -> dict[str, Any]:
         """`guess_rate`: share of the rounds with a guess; `looked_at`: mean tokens of the window in a round."""
-        from specbench.measure.metrics.acceptance import ratio
-        from specbench.measure.metrics.dataframes import stat  # late: pandas takes a second to import
-
         looked_at = stat(rounds, "looked_at")
         drafted, window_tokens = rounds["drafted"][looked_at.notna()], looked_at.dropna()
         return {

@@ -7,7 +7,7 @@ import pytest
 from nbclient import NotebookClient
 
 from specbench import ROOT
-from specbench.measure.metrics import summary as metrics
+from specbench.measure.metrics.summary import summarise
 from specbench.measure.records import run_folder as store
 from specbench.system.files import finite, write_json
 from tests.support.synthetic import CONFIG, FACTS, answered, columns, generation
@@ -38,7 +38,7 @@ def run_folder(root, method, slow, facts=FACTS, generate=None):
         ]
     config = CONFIG | {"method": CONFIG["method"] | {"name": method}}
     write_json(folder / store.CODE, {})
-    write_json(folder / store.SUMMARY, finite(metrics.summary(records, facts, config)))
+    write_json(folder / store.SUMMARY, finite(summarise(records, facts, config)))
     (folder / store.RECORDS).write_text("".join(store.json.dumps(record) + "\n" for record in records))
     store._write_steps(folder / store.STEPS, records)
 

@@ -8,7 +8,7 @@ import torch
 
 from specbench.decoding.device import move_slots, span
 from specbench.decoding.kv_cache import EMPTY, ForwardContext, KVCache
-from specbench.decoding.kv_layout import RaggedLayout, nodes_of
+from specbench.decoding.kv_layout import RaggedLayout
 
 if TYPE_CHECKING:
     from specbench.decoding.kv_layout import Lengths
@@ -86,7 +86,7 @@ class AlignedLayout(RaggedLayout):
         if path is not None:
             if n > 0:
                 destinations = self._entries[:, end + 1 : end + 1 + n].expand(b, -1)
-                self.cache.move_entries(end + 1 + nodes_of(path, n), destinations)
+                self.cache.move_entries(end + 1 + path[:, :n], destinations)
             self._held[:b, end : end + width] = span(batch.seq_lens - 1, width)
         gone = self._entries[:, :width] > count.unsqueeze(1)  # entry 0 is the pending token's
         self._held[:b, end : end + width].masked_fill_(gone, EMPTY)

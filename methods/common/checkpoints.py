@@ -46,6 +46,13 @@ GENERIC = {
     *("use_bfloat16", "tie_encoder_decoder", "cross_attention_hidden_size", "pruned_heads"),
     *("unsloth_fixed", "unsloth_version"),
 }
+LAYER = "transformer_layer_config"  # settings of the layers, in speculators' files
+FIGURES = "figures"  # of the training, in ours
+# Of forms and versions, and what every drafting model reads itself.
+FORM = {
+    *("auto_map", "torch_dtype", "rope_theta", "rope_scaling", LAYER, FIGURES),
+    *("speculators_config", "speculators_version", "has_no_defaults_at_init"),
+}
 ROWS = 4096  # of a matrix that are compared at a time
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"  # copies of the target's, which many files hold
 
@@ -274,15 +281,14 @@ def unknown_settings(
 
     Args:
         flat: config.json without nesting.
-        harmless: settings that change nothing, or that the method reads.
+        harmless: settings beside `GENERIC` and `FORM` that change nothing, or that the method reads.
         fixed: settings that must have this value if present.
         architectures: supported ones; empty: all.
     """
     from transformers import LlamaConfig, Qwen3Config  # late: it takes seconds
 
-    valid = (
-        harmless | GENERIC | fixed.keys() | Qwen3Config().to_dict().keys() | LlamaConfig().to_dict().keys()
-    )
+    of_layers = Qwen3Config().to_dict().keys() | LlamaConfig().to_dict().keys()
+    valid = harmless | GENERIC | FORM | fixed.keys() | of_layers
     yield from (f"sets {name}, which is not known here" for name in flat if flat[name] and name not in valid)
     yield from (
         f"sets {name}={flat[name]}, not {value}"

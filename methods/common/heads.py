@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from methods.vocab_trim.vocab_map import kept_ids
+from methods.common.vocab_map import kept_ids
 from specbench.decoding.cpu.packed_linear import packed_linear
 from specbench.decoding.model.cost import weight_bytes
 from specbench.system.errors import UserError

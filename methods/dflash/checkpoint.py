@@ -14,7 +14,9 @@ from transformers import Qwen3Config
 
 from methods.common.checkpoints import (
     EMBEDDING,
+    FIGURES,
     HEAD,
+    LAYER,
     WEIGHTS,
     Checkpoint,
     read_checkpoint,
@@ -39,9 +41,9 @@ FILES = (WEIGHTS,)
 FILLS_IN, SELECTS = "DFlashDraftModel", "DFlash2DraftModel"  # z-lab's architectures
 PREDICTS = "Qwen3DSparkModel"  # DeepSpec's
 KIND, KINDS = "speculators_model_type", ("dflash", "dspark", "dflash2")  # of speculators
-LAYER, STATES, AFTER = "transformer_layer_config", "aux_hidden_state_layer_ids", "sample_from_anchor"
+STATES, AFTER = "aux_hidden_state_layer_ids", "sample_from_anchor"
 ARCHITECTURES = (FILLS_IN, SELECTS, PREDICTS, "DFlashSpeculator", "DSparkSpeculator", "DSparkDraftModel")
-NESTED, LAYERS, MASK, FIGURES = "dflash_config", "target_layer_ids", "mask_token_id", "figures"
+NESTED, LAYERS, MASK = "dflash_config", "target_layer_ids", "mask_token_id"
 MARKOV, ESTIMATE, WITH_MARKOV = "markov_rank", "enable_confidence_head", "confidence_head_with_markov"
 CHOICE = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")  # DFlash2's
 # Settings that must have this value if present.
@@ -61,10 +63,8 @@ FIXED = {
 }
 # Settings that do not affect drafting.
 HARMLESS = {
-    *("architectures", "auto_map", "torch_dtype", "dtype", "transformers_version", "num_target_layers"),
-    *("block_size", "num_anchors", "max_anchors", "max_window_layers", "sliding_window", "layer_types"),
-    *("rope_theta", "rope_scaling", NESTED, LAYERS, MASK, FIGURES, MARKOV, ESTIMATE, WITH_MARKOV),
-    *(LAYER, KIND, STATES, AFTER, "speculators_config", "speculators_version", "has_no_defaults_at_init"),
+    *("num_target_layers", "block_size", "num_anchors", "max_anchors"),
+    *(KIND, NESTED, LAYERS, MASK, MARKOV, ESTIMATE, WITH_MARKOV, STATES, AFTER),
     *("draft_vocab_size", "sliding_window_non_causal", "ce_loss_alpha", "l1_loss_alpha", "loss_decay_gamma"),
     *("confidence_head_alpha", "pure_draft_prefix_len", "emb_dim", "gru_hidden_dim", "lambda_base_start"),
     *("lambda_base_decay_ratio", "auf", "selector_loss_alpha", *CHOICE),

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import smooth_l1_loss
 
+from methods.common.chained_steps import chained
 from methods.common.checkpoints import layer_sizes
 from methods.common.head_training import Guesses, count_ranks, train_heads
 from methods.common.initialisation import least_squares, silence, some_of
@@ -31,7 +32,6 @@ from methods.common.training import (
     target_pair,
     trainer,
 )
-from methods.eagle.chain import chained
 from specbench.config.compose import program
 from specbench.data.training import saved
 from specbench.system.errors import UserError

@@ -13,6 +13,8 @@ import torch
 
 from methods.common.checkpoints import (
     EMBEDDING,
+    FIGURES,
+    LAYER,
     WEIGHTS,
     Checkpoint,
     is_copy,
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
 
 WHAT = "the weights of EAGLE-3"
 FILES = (WEIGHTS, "pytorch_model.bin")
-LAYER_IDS, LAYER, FIGURES = "eagle_aux_hidden_state_layer_ids", "transformer_layer_config", "figures"
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 ARCHITECTURES = (
     *("LlamaForCausalLM", "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"),
     *("Eagle3Speculator", "Eagle3DraftModel"),
@@ -65,12 +67,10 @@ FIXED = {
 KINDS = ("eagle3", "peagle")  # of speculators' files
 # Settings that do not affect drafting.
 HARMLESS = {
-    *("model_type", "architectures", LAYER, LAYER_IDS, "eagle_config", FIGURES, *VARIANTS),
-    *("draft_vocab_size", "target_hidden_size", "target_vocab_size", "rope_theta", "rope_scaling"),
-    *("torch_dtype", "transformers_version", "auto_map", "max_window_layers", "sliding_window"),
-    *("use_sliding_window", "layer_types", "next_layer_regular", "embed_requires_grad", "ttt_steps"),
+    *(LAYER_IDS, "eagle_config", "speculators_model_type", *VARIANTS),
+    *("draft_vocab_size", "target_hidden_size", "target_vocab_size"),
+    *("next_layer_regular", "embed_requires_grad", "ttt_steps"),
     "parallel_draft_heads_num_layers",  # of heads that a step of 1 does not have
-    *("speculators_config", "speculators_version", "has_no_defaults_at_init", "speculators_model_type"),
     *("para_depths", "para_num", "num_depths", "down_sample_ratio", "down_sample_ratio_min", "max_seq_len"),
     *("prediction_loss_weight", PARALLEL, *MASKS),
 }

@@ -1,8 +1,8 @@
 """Trains EAGLE-3's drafting model: `specbench train eagle3 pair=... [conversations=FILE] [out=FOLDER]`.
 
-Training-time test (`methods.eagle.steps`) of `draft_steps` steps over the draft vocabulary, with 0.8^j as the weight of
-step j. Unlike in the authors' script the loss counts the tokens that the assistant says by the token that is guessed,
-and the head begins as the target's.
+Training-time test (`methods.common.step_distillation`) of `draft_steps` steps over the draft vocabulary, with 0.8^j as
+the weight of step j. Unlike in the authors' script the loss counts the tokens that the assistant says by the token that
+is guessed, and the head begins as the target's.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch.nn.functional import pad
 from methods.common.checkpoints import layer_sizes
 from methods.common.initialisation import UNSURE, scale_of, silence
 from methods.common.losses import ALL, Distribution, Loss
+from methods.common.step_distillation import StepDistillation
 from methods.common.training import (
     SETTINGS,
     batches,
@@ -29,7 +30,6 @@ from methods.common.training import (
     train_part,
     trainer,
 )
-from methods.eagle.steps import StepDistillation
 from specbench.config.compose import program
 from specbench.data.conversations import watched
 from specbench.models.pairs import Pair

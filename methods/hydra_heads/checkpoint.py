@@ -50,17 +50,7 @@ def save_heads(heads: Heads, folder: str | Path, dtype: torch.dtype, **notes: An
         "original_lm_head": heads.output is None,
         **({} if heads.prefix is None else {"prefix": heads.prefix.config.to_diff_dict()}),
     }
-    state = {} if heads.prefix is None else _renamed(heads.prefix.state_dict(), PREFIX)
-    for i, wide in enumerate(cast("list[torch.nn.Linear]", heads.wide)):
-        blocks, output = _names(heads.prefix is not None, i, heads.layers)
-        for part, rows in zip(PARTS, (slice(heads.hidden), slice(heads.hidden, None))):
-            state[f"{blocks[0]}.{part}.weight"] = wide.weight[rows]
-            state[f"{blocks[0]}.{part}.bias"] = wide.bias[rows]
-        for block in blocks[1:]:
-            state |= _renamed(heads.square[i].state_dict(), f"{block}.linear.")
-        if heads.output is not None:
-            state |= _renamed(heads.output[i].state_dict(), f"{output}.")
-    write_checkpoint(folder, settings | notes, state, dtype)
+    write_checkpoint(folder, settings | notes, _state(heads), dtype)
 
 
 def load_heads(
@@ -154,47 +144,36 @@ def _count(checkpoint: Checkpoint) -> int:
     return counts["hydra_num_layers"]
 
 
+@torch.no_grad()
+def _state(heads: Heads) -> dict[str, torch.Tensor]:
+    """The tensors of heads under the authors' names: views of the parameters, which a copy into them sets."""
+    state = {} if heads.prefix is None else _renamed(heads.prefix.state_dict(), PREFIX)
+    for i, wide in enumerate(cast("list[torch.nn.Linear]", heads.wide)):
+        blocks, output = _names(heads.prefix is not None, i, heads.layers)
+        for part, rows in zip(PARTS, (slice(heads.hidden), slice(heads.hidden, None))):
+            state[f"{blocks[0]}.{part}.weight"] = wide.weight[rows]
+            state[f"{blocks[0]}.{part}.bias"] = wide.bias[rows]
+        for block in blocks[1:]:
+            state |= _renamed(heads.square[i].state_dict(), f"{block}.linear.")
+        if heads.output is not None:
+            state |= _renamed(heads.output[i].state_dict(), f"{output}.")
+    return state
+
+
+@torch.no_grad()
 def _fill(checkpoint: Checkpoint, heads: Heads) -> None:
     """Loads a checkpoint's tensors into heads. Raises UserError as `load_heads`."""
-    checkpoint.check_tensors(_shapes(heads))
-    state = checkpoint.state
-    if heads.prefix is not None:
-        heads.prefix.load_state_dict({name: state[f"{PREFIX}{name}"] for name in heads.prefix.state_dict()})
+    tensors, state = _state(heads), checkpoint.state
+    checkpoint.check_tensors({name: tuple(tensor.shape) for name, tensor in tensors.items()})
     for i in range(heads.heads):
-        blocks, output = _names(heads.prefix is not None, i, heads.layers)
+        blocks, _ = _names(heads.prefix is not None, i, heads.layers)
         for leaf in ("weight", "bias"):
-            _put(heads.wide[i], leaf, torch.cat([state[f"{blocks[0]}.{part}.{leaf}"] for part in PARTS]))
             tied = [f"{block}.linear.{leaf}" for block in blocks[1:]]
             for name in tied[1:]:
                 if not torch.equal(state[name], state[tied[0]]):
                     raise checkpoint.unfit(f"{name} differs from {tied[0]}, though both are the same block")
-            if tied:
-                _put(heads.square[i], leaf, state[tied[0]])
-            if heads.output is not None:
-                _put(heads.output[i], leaf, state[f"{output}.{leaf}"])
-
-
-def _shapes(heads: Heads) -> dict[str, tuple[int, ...]]:
-    """The shape of each tensor of a checkpoint of such heads."""
-    d = heads.hidden
-    prefix = {} if heads.prefix is None else heads.prefix.state_dict()
-    shapes: dict[str, tuple[int, ...]] = {f"{PREFIX}{name}": tensor.shape for name, tensor in prefix.items()}
-    for i in range(heads.heads):
-        blocks, output = _names(heads.prefix is not None, i, heads.layers)
-        for part in PARTS:
-            shapes |= {f"{blocks[0]}.{part}.weight": (d, (2 + i) * d), f"{blocks[0]}.{part}.bias": (d,)}
-        for block in blocks[1:]:
-            shapes |= {f"{block}.linear.weight": (d, d), f"{block}.linear.bias": (d,)}
-        if heads.output is not None:
-            weights = heads.output[i].state_dict()
-            shapes |= {f"{output}.{name}": tensor.shape for name, tensor in weights.items()}
-    return shapes
-
-
-@torch.no_grad()
-def _put(layer: torch.nn.Module, leaf: str, values: torch.Tensor) -> None:
-    """Sets a layer's weight or bias."""
-    layer.get_parameter(leaf).copy_(values)
+    for name, tensor in tensors.items():
+        tensor.copy_(state[name])
 
 
 @torch.no_grad()

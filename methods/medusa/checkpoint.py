@@ -198,18 +198,12 @@ def _assembled(checkpoint: Checkpoint, hidden: int) -> MedusaHeads:
     count = len({name.split(".")[0] for name in state})
     has_outputs = any(name.endswith(".1.weight") for name in state)
     vocab = state["0.1.weight"].shape[0] if "0.1.weight" in state else None
-    expected: dict[str, tuple[int, ...]] = {}
-    for i in range(count):
-        expected |= {f"{i}.0.linear.weight": (hidden, hidden), f"{i}.0.linear.bias": (hidden,)}
-        if has_outputs:
-            expected[f"{i}.1.weight"] = (vocab or 0, hidden)
     if "0.0.linear.weight" in state:
         checkpoint.check_width(state["0.0.linear.weight"].shape[0], hidden)
-    checkpoint.check_tensors(expected)
-    heads = MedusaHeads(count, hidden, vocab if has_outputs else None)
+    heads = MedusaHeads(count, hidden, (vocab or 0) if has_outputs else None)
     with torch.no_grad():
-        for i in range(count):
-            heads.weight[i], heads.bias[i] = state[f"{i}.0.linear.weight"], state[f"{i}.0.linear.bias"]
-            if heads.output is not None:
-                heads.output[i] = state[f"{i}.1.weight"]
+        tensors = _state(heads, "{}.0.linear.", "{}.1.")
+        checkpoint.check_tensors({name: tuple(tensor.shape) for name, tensor in tensors.items()})
+        for name, tensor in tensors.items():
+            tensor.copy_(state[name])
     return heads

@@ -17,6 +17,7 @@ import torch
 
 from methods.common.heads import DraftHead, draft_head
 from methods.mirror_sd.brancher import Brancher, Plan
+from methods.mirror_sd.overlap import overlap, overlap_line
 from methods.mirror_sd.streams import load_streams
 from methods.mirror_sd.worker import Inline, Process, Thread
 from specbench.decoding.cpu.packed_linear import packed_linear
@@ -227,15 +228,11 @@ class MirrorSD(BranchingDrafter):
     @staticmethod
     def summarise(rounds: pd.DataFrame) -> dict[str, Any]:
         """`overlap`: see `methods.mirror_sd.overlap`."""
-        from methods.mirror_sd.overlap import overlap  # late: pandas takes a second to import
-
         return {"overlap": overlap(rounds)}
 
     @staticmethod
     def describe(stats: dict[str, Any]) -> list[str]:
         """How much of the drafting was hidden."""
-        from methods.mirror_sd.overlap import overlap_line  # as above
-
         return [overlap_line(stats["overlap"])] if stats.get("overlap") else []
 
     def end(self, slot: int) -> float:

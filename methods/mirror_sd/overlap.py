@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from specbench.measure.metrics.acceptance import mean
-from specbench.measure.metrics.dataframes import stat
+from specbench.measure.metrics.acceptance import mean, stat
 
 if TYPE_CHECKING:
     import pandas as pd

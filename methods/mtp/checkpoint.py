@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import Qwen3Config
 
-from methods.common.checkpoints import WEIGHTS, read_checkpoint, ready, unknown_settings, write_checkpoint
+from methods.common.checkpoints import (
+    FIGURES,
+    LAYER,
+    WEIGHTS,
+    read_checkpoint,
+    ready,
+    unknown_settings,
+    write_checkpoint,
+)
 from methods.mtp.model import MtpModel
 from specbench.decoding.state import NORMED
 from specbench.models.devices import name_of
@@ -26,7 +34,7 @@ if TYPE_CHECKING:
 
 WHAT = "the weights of the MTP head"
 FILES = (WEIGHTS,)
-LAYER, FIGURES, KIND, COUNT = "transformer_layer_config", "figures", "mtp", "num_nextn_predict_layers"
+KIND, COUNT = "mtp", "num_nextn_predict_layers"
 ARCHITECTURE, TYPE = "MTPDraftModel", "qwen3"
 READS, NORM, BEFORE = "target_state", "after_norm", "before_norm"  # of ours alone
 # What files call the parts beside those of the layer: speculators' own names, and Qwen's.
@@ -45,21 +53,6 @@ FIXED = {
     COUNT: 1,
     "speculators_model_type": KIND,
     "use_sliding_window": False,
-}
-# Settings that do not affect drafting.
-HARMLESS = {
-    *("architectures", "auto_map", "torch_dtype", "dtype", "transformers_version", "max_window_layers"),
-    *(
-        "sliding_window",
-        "layer_types",
-        "rope_theta",
-        "rope_scaling",
-        "num_hidden_layers",
-        LAYER,
-        FIGURES,
-        READS,
-    ),
-    *("speculators_config", "speculators_version", "tie_word_embeddings", "has_no_defaults_at_init"),
 }
 
 
@@ -113,7 +106,7 @@ def _problems(flat: dict[str, Any]) -> Iterator[str]:
     """Yields what a config.json lacks, or sets that is not supported."""
     needed = ("hidden_size", "num_attention_heads", "vocab_size", "intermediate_size")
     yield from (f"lacks {name}" for name in needed if not flat.get(name))
-    yield from unknown_settings(flat, HARMLESS, FIXED)
+    yield from unknown_settings(flat, {READS}, FIXED)
     if flat.get(READS) not in (None, NORM, BEFORE):
         yield f"sets {READS}={flat[READS]}, not {NORM} or {BEFORE}"
 

@@ -1,8 +1,8 @@
 """Trains an MTP head: `specbench train mtp pair=... [conversations=FILE] [out=FOLDER]`.
 
-Training on chained steps (`methods.eagle.steps`), as FastMTP does it (arXiv 2509.18362): `draft_steps` steps of one
-layer, step j weighed by decay^j. Unlike there the target's own distribution is what is learnt, not the text, and the
-head begins as the best linear estimate of the next state, with a silent layer.
+Training on chained steps (`methods.common.step_distillation`), as FastMTP does it (arXiv 2509.18362): `draft_steps`
+steps of one layer, step j weighed by decay^j. Unlike there the target's own distribution is what is learnt, not the
+text, and the head begins as the best linear estimate of the next state, with a silent layer.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 from methods.common.checkpoints import layer_sizes
 from methods.common.initialisation import least_squares, silence, some_of
 from methods.common.losses import Loss
+from methods.common.step_distillation import StepDistillation
 from methods.common.training import SETTINGS, batches_on, check_length, target_pair, train_part, trainer
-from methods.eagle.steps import StepDistillation
 from methods.eagle.train import pairs_of
 from specbench.config.compose import program
 from specbench.data.training import saved

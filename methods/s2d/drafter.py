@@ -18,6 +18,7 @@ from methods.sps import SpeculativeSampling
 from specbench.decoding.device import on_device
 from specbench.decoding.drafter import Needs
 from specbench.decoding.kv_cache import ForwardContext
+from specbench.measure.metrics.acceptance import stat
 from specbench.models.pairs import Pair
 from specbench.system.errors import UserError
 from specbench.system.settings import Count, Probability
@@ -159,8 +160,6 @@ class SortedDraft(SpeculativeSampling):
     @staticmethod
     def summarise(rounds: pd.DataFrame) -> dict[str, Any]:
         """`exit_shares`: share of the draft tokens by the layers after which they left the draft model."""
-        from specbench.measure.metrics.dataframes import stat  # late: pandas takes a second to import
-
         drafted = [
             exits[:n] for exits, n in zip(stat(rounds, "exits"), rounds["drafted"]) if exits is not None
         ]

@@ -19,6 +19,7 @@ from methods.swift.sublayers import Sublayers, check_parts
 from specbench.decoding.drafter import Drafter, Needs
 from specbench.decoding.kv_cache import EMPTY, ForwardContext
 from specbench.decoding.state import Batch, Draft, SequenceState, Verified
+from specbench.measure.metrics.acceptance import stat
 from specbench.models.pairs import Pair
 from specbench.system.settings import Count, Probability
 
@@ -183,8 +184,6 @@ class Swift(Drafter):
     @staticmethod
     def summarise(rounds: pd.DataFrame) -> dict[str, Any]:
         """The last matchness, and how many sets were scored for it."""
-        from specbench.measure.metrics.dataframes import stat  # late: pandas takes a second to import
-
         # The last is the one after the most sets: rounds are in the order of their questions, not of their time.
         searched = stat(rounds, "sets_scored").dropna().sort_values(kind="stable")
         matchness = stat(rounds, "matchness")

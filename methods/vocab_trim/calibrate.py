@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal
 from tqdm import tqdm
 
 from methods.common.training import answered
-from methods.vocab_trim.vocab_map import always_kept, rank, save_vocab_map
+from methods.common.vocab_map import always_kept, rank, save_vocab_map
 from specbench.config.compose import program
 from specbench.data.conversations import check_conversations, conversations, count_left_out
 from specbench.data.training import questions_of

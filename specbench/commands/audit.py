@@ -10,7 +10,7 @@ from rich.table import Table
 
 from specbench.config.checks import check_sources
 from specbench.config.compose import program
-from specbench.measure.metrics.engine import UNLIKELY, is_off, rarities
+from specbench.measure.metrics.drawn import UNLIKELY, is_off, rarities
 from specbench.measure.metrics.metrics import VERDICTS, VIOLATION
 from specbench.report.cells import console
 from specbench.system.errors import UserError

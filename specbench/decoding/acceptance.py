@@ -41,8 +41,8 @@ class Accepted:
     Attributes:
         count: [b] draft tokens kept.
         tokens: [b, 1 + k] the kept tokens, then the target's own token; the rest is unused.
-        path: for a tree [b, k], of which the first `count` are the indices of the kept nodes from the root down; None
-            for a chain.
+        path: for a tree [b, k]: the first `count` are the indices of the kept nodes from the root down, the rest
+            those of any nodes; None for a chain.
     """
 
     count: torch.Tensor
@@ -63,8 +63,8 @@ def accept(
         logits: [b, 1 + k, vocab] after the pending token and each draft token.
         draft: k tokens of each sequence, a chain or a tree.
         decoding: how tokens are chosen.
-        uniforms: [b, at least 1 + depth, 1 + 2 * columns] the numbers of the positions after each pending token, as
-            `position_draws` makes them; None when greedy.
+        uniforms: [b, at least 1 + depth, 1 + 2 * columns] of the positions after each pending token, as
+            `position_uniforms` makes them; None when greedy.
         limits: [b] draft tokens that each may accept at most; None: all.
     """
     b, k = draft.tokens.shape
@@ -75,9 +75,9 @@ def accept(
     if draft.tree is not None:
         return _accept_tree(logits, draft, draft.tree, decoding, uniforms, valid_mask)
     if uniforms is None or draft.probs is None:
-        numbers = None if uniforms is None else uniforms[:, : 1 + k, TARGET]
-        choices = target_choices(logits, draft.tokens, decoding, numbers)
-        if numbers is None and decoding.verification != TYPICAL:
+        drawing = None if uniforms is None else uniforms[:, : 1 + k, TARGET]
+        choices = target_choices(logits, draft.tokens, decoding, drawing)
+        if uniforms is None and decoding.verification != TYPICAL:
             return greedy_chain(choices, draft.tokens, valid_mask)
         fits = choices[:, :-1] == draft.tokens
         if decoding.verification == TYPICAL:
@@ -101,7 +101,7 @@ def target_choices(
     logits: torch.Tensor,
     tokens: torch.Tensor,
     decoding: SamplingParams,
-    numbers: torch.Tensor | None,
+    uniforms: torch.Tensor | None,
     parents: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The target's own token [b, 1 + k] after the pending token and each node, `UNREACHED` where none is needed.
@@ -113,11 +113,11 @@ def target_choices(
         logits: [b, 1 + k, vocab].
         tokens: [b, k] the nodes.
         decoding: how tokens are chosen.
-        numbers: [b, 1 + k] to draw with; None when greedy.
+        uniforms: [b, 1 + k] numbers in [0, 1) to draw with; None when greedy.
         parents: [b, k] the row of the verification that each node follows; None for a chain.
     """
-    if numbers is None or not may_look(logits):
-        return decoding.select(logits, numbers)[0]
+    if uniforms is None or not may_look(logits):
+        return decoding.select(logits, uniforms)[0]
     b, k = tokens.shape
     if parents is None:
         parents = torch.arange(k, device=tokens.device).expand(b, -1)
@@ -125,7 +125,7 @@ def target_choices(
     reached = torch.zeros_like(choices, dtype=torch.bool)
     reached[:, 0] = True
     while reached.any():
-        choices[reached], _ = decoding.select(logits[reached], numbers[reached])
+        choices[reached], _ = decoding.select(logits[reached], uniforms[reached])
         fits = (choices.gather(1, parents) == tokens) & reached.gather(1, parents)
         reached = torch.nn.functional.pad(fits, (1, 0))
     return choices
@@ -135,7 +135,7 @@ def outcome(
     tokens: torch.Tensor, count: torch.Tensor, following: torch.Tensor, path: torch.Tensor | None = None
 ) -> Accepted:
     """The outcome if `count` of the draft's tokens [b, k] are kept, those on `path` for a tree."""
-    accepted_tokens = tokens if path is None else tokens.gather(1, path.clamp(max=tokens.shape[1] - 1))
+    accepted_tokens = tokens if path is None else tokens.gather(1, path)
     steps, next_ = torch.arange(1 + tokens.shape[1], device=tokens.device), following.unsqueeze(1)
     new = torch.where(steps == count.unsqueeze(1), next_, torch.cat([accepted_tokens, next_], dim=1))
     return Accepted(count, new, path)
@@ -152,11 +152,11 @@ def _accept_tree(
     b = draft.tokens.shape[0]
     parents, depths = tree.parents.expand(b, -1), tree.depths.expand(b, -1)
     if uniforms is None or draft.probs is None:
-        numbers = None
+        drawing = None
         if uniforms is not None:  # a node of depth d is d positions after the pending token
-            numbers = uniforms[..., TARGET].gather(1, tree.offsets().expand(b, -1))
+            drawing = uniforms[..., TARGET].gather(1, tree.offsets().expand(b, -1))
         followed = parents + 1  # rows of the verification
-        choices = target_choices(logits, draft.tokens, decoding, numbers, followed)
+        choices = target_choices(logits, draft.tokens, decoding, drawing, followed)
         fits = choices.gather(1, followed) == draft.tokens
         if decoding.verification == TYPICAL:
             rows = followed.unsqueeze(-1).expand(-1, -1, logits.shape[-1])
@@ -327,8 +327,9 @@ def longest_path(fits: torch.Tensor, tree: Tree) -> tuple[torch.Tensor, torch.Te
     nodes = torch.arange(fits.shape[1], device=fits.device)
     on_path = tree.on_path.expand(fits.shape[0], -1, -1)
     on_best_path = on_path.gather(1, best[:, None, None].expand(-1, 1, fits.shape[1])).squeeze(1)
-    path = nodes.expand_as(on_best_path).masked_fill(~on_best_path, fits.shape[1]).sort(-1).values
-    return count, path, (best + 1) * (count > 0)
+    k = fits.shape[1]
+    path = nodes.expand_as(on_best_path).masked_fill(~on_best_path, k).sort(-1).values
+    return count, path.clamp(max=k - 1), (best + 1) * (count > 0)
 
 
 def sampled_tree(

@@ -175,7 +175,7 @@ class Drafter:
         """Sums up the `Draft.stats` of some rounds, for `stats` in a run's summary.
 
         Args:
-            rounds: rows of `metrics.dataframes.steps_frame`; `stat` there reads a number of theirs.
+            rounds: rows of `metrics.dataframes.steps_frame`; `metrics.acceptance.stat` reads a number of theirs.
 
         Returns:
             Numbers by name. A number that could not be measured is None.

@@ -24,7 +24,7 @@ from specbench.decoding.sampling import (
     SamplingParams,
     check_numbers,
     check_sampled,
-    position_draws,
+    position_uniforms,
     truncate_at_stop,
 )
 from specbench.decoding.scheduler import Scheduler
@@ -54,7 +54,8 @@ class HostFacts(NamedTuple):
         tokens: [1 + k] these, the bonus token, and unused entries.
         depth: of a tree, tokens of its longest path; else k.
         candidates: draft tokens of the sequence; k, unless the drafter sets their number.
-        within: of these, those within its limit, if limits differ between the trees of a batch; else k.
+        within: nodes of its tree that are no deeper than the sequence may still use; k unless limits differ between the
+            trees of a batch.
         report: numbers that the drafter requested.
     """
 
@@ -395,7 +396,7 @@ class Engine:
         self._tokens[slot, :n] = prompt[0]
         if self._uniforms is not None:
             positions = request.decoding.max_new_tokens
-            numbers = position_draws(request.seed, positions, self._uniforms.shape[2] // 2, device)
+            numbers = position_uniforms(request.seed, positions, self._uniforms.shape[2] // 2, device)
             self._uniforms[slot, n : n + positions] = numbers
         prefill = self.target.prefill(prompt, self._layout.prefill_view(slot, n), self.drafter.taps)
         draw = None if self._uniforms is None else self._uniforms[slot, n : n + 1, TARGET]

@@ -112,22 +112,16 @@ class RaggedLayout:
             batch: the sequences that ran, as before the round.
             count: [b] draft tokens of each that stay.
             counts: the same on the host.
-            path: [b, k] of a tree, the indices of the nodes that stay, from the root down; None for chains.
+            path: [b, k] of a tree, which begins with the indices of the nodes that stay, from the root down; None for
+                chains.
         """
         n = max(counts)
         if path is None or n == 0:
             return
-        self.cache.move_entries(batch.seq_lens.unsqueeze(1) + nodes_of(path, n), span(batch.seq_lens, n))
+        # After a path's end any node may be moved: the next round writes there again.
+        self.cache.move_entries(batch.seq_lens.unsqueeze(1) + path[:, :n], span(batch.seq_lens, n))
 
     def move(self, sources: list[int], destinations: list[int], kv_len: int) -> None:
         """Copies whole slots, of sequences of fewer than `kv_len` tokens, all at once."""
         both = on_device([sources, destinations], self.cache.device)
         self.cache.copy_slots(both[0], both[1], kv_len)
-
-
-def nodes_of(path: torch.Tensor, n: int) -> torch.Tensor:
-    """The first n nodes [b, n] of the paths [b, k] that stay.
-
-    After a path's end there is nothing to keep, and the next round writes there again, so any node will do.
-    """
-    return path[:, :n].clamp(max=path.shape[1] - 1)

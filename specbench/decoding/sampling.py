@@ -131,15 +131,15 @@ def answer_seed(*parts: int) -> int:
     return int(np.random.SeedSequence(parts).generate_state(1)[0])
 
 
-def position_draws(seed: int, positions: int, columns: int, device: torch.device) -> torch.Tensor:
-    """The numbers of an answer's positions.
+def position_uniforms(seed: int, positions: int, columns: int, device: torch.device) -> torch.Tensor:
+    """The random numbers of each position of an answer: for the target's draw, for acceptance and for the drafter.
 
     Args:
         seed: of the answer.
         positions: new tokens at most.
-        columns: siblings of a token in a tree, itself included, 1 for chains. For block verification, the tokens of a
-            draft: a failed test of a prefix reveals something about its numbers, so a position needs other numbers in
-            each draft. Its place in the draft, which is never the same twice, selects them.
+        columns: numbers of a position for acceptance, and for the drafter. In a tree one for each sibling, in a chain
+            1. In block verification one for each place that the position can have in a draft: a failed test of a block
+            makes its numbers no longer uniform, so a position must not use one in two drafts.
         device: where they are used.
 
     Returns:
@@ -148,10 +148,10 @@ def position_draws(seed: int, positions: int, columns: int, device: torch.device
     """
     generator = torch.Generator(device).manual_seed(seed)
 
-    def numbers(n: int) -> torch.Tensor:
+    def uniforms(n: int) -> torch.Tensor:
         return torch.rand(positions, n, generator=generator, device=device, dtype=torch.float64)
 
-    return torch.cat([numbers(1), numbers(2 * columns)], dim=1)
+    return torch.cat([uniforms(1), uniforms(2 * columns)], dim=1)
 
 
 def argmax_token(logits: torch.Tensor) -> torch.Tensor:

@@ -185,8 +185,8 @@ class Verified:
         hidden_states: of each tapped layer [b, 1 + k, d], of the same tokens. Layers below the one that the draft
             resumed at are missing.
         count: [b] draft tokens that were accepted.
-        path: of a tree [b, k], of which the first `count` are the indices of the accepted nodes from the root down;
-            None for a chain.
+        path: of a tree [b, k]: the first `count` are the indices of the accepted nodes from the root down, the rest
+            those of any nodes; None for a chain.
         counts: `count` on the host.
         tokens: the new tokens of each sequence on the host, cut after a stop token.
         draft: the verified draft; in a wrapped drafter it may be the wrapper's.
@@ -215,7 +215,7 @@ class Verified:
         most = max(self.counts)
         if self.path is None:
             return states[:, : 1 + most]
-        nodes = torch.nn.functional.pad(self.path[:, :most].clamp(max=self.path.shape[1] - 1) + 1, (1, 0))
+        nodes = torch.nn.functional.pad(self.path[:, :most] + 1, (1, 0))
         return states.gather(1, nodes.unsqueeze(-1).expand(-1, -1, states.shape[-1]))
 
     def last(self, states: torch.Tensor) -> torch.Tensor:
@@ -235,7 +235,7 @@ class Batch:
         tokens: [slots, capacity] int64 on the device.
         decoding: how tokens are chosen.
         layout: of the target's cache.
-        uniforms: [slots, capacity, 1 + 2 * columns] the numbers of `position_draws` by sequence and position; None
+        uniforms: [slots, capacity, 1 + 2 * columns] the numbers of `position_uniforms` by sequence and position; None
             when greedy. A sequence's samples depend on its seed alone, not on batch composition or scheduling.
         kv_bucket: set inside a captured function: the KV length to attend to. `lengths` is then unavailable on the
             host, see `seq_lens`. None elsewhere.

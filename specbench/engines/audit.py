@@ -27,7 +27,7 @@ from specbench.measure.likelihood import (
     token_logprobs,
     with_stop,
 )
-from specbench.measure.metrics.engine import judgement
+from specbench.measure.metrics.drawn import judgement
 from specbench.measure.metrics.metrics import EXACT, TIE, VIOLATION
 from specbench.measure.numeric_noise import ENGINE_NOISE, forced_logits, foreign_noise, shape_noise
 from specbench.measure.truncation import LEAST_NOISE, left_in

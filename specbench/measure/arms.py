@@ -276,14 +276,17 @@ def hf_generate_arm(pair: Pair, batch_size: int = 1, pass_bytes: int | None = 0,
             truncate_at_stop(tokens[: request.decoding.max_new_tokens], pair.stop_ids)
             for tokens, request in zip(new, requests)
         ]
-        return [_generation(tokens, seconds, len(requests)) for tokens in answers]
+        share = sum(seconds) / len(requests)
+        return [_generation(tokens, seconds, share) for tokens in answers]
 
-    def _generation(tokens: list[int], seconds: list[float], requests: int) -> Generation:
+    def _generation(tokens: list[int], seconds: list[float], share: float) -> Generation:
         finish = "stop" if tokens[-1] in pair.stop_ids else "length"
-        if requests > 1 or len(seconds) != len(tokens) + 1:  # a step is not one token of this answer
-            return Generation(tokens, None, sum(seconds) / requests, finish)
+        # In a batch, or with a drafter, a step is not one token of this answer. What a batch leaves over for a single
+        # request is no exception: its prefill and its rounds would stand for all.
+        if batch_size > 1 or len(seconds) != len(tokens) + 1:
+            return Generation(tokens, None, share, finish)
         rounds = [Step(0, 0, 1, 0, 0.0, spent, 0.0, 0, pass_bytes) for spent in seconds[1 : len(tokens)]]
-        return Generation(tokens, seconds[0], sum(seconds), finish, rounds)
+        return Generation(tokens, seconds[0], share, finish, rounds)
 
     def fits(chunk: list[Request]) -> bool:
         """Whether a chunk is not too large, and padding makes no prompt too long for the context."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from specbench.config.spec import AGAIN, BASELINE, HF, METHOD, OWN_LOOP, POOL
-from specbench.decoding.sampling import TARGET, position_draws, truncate_at_stop
+from specbench.decoding.sampling import TARGET, position_uniforms, truncate_at_stop
 from specbench.measure.engine_referee import EngineReferee, NotReportedError
 from specbench.measure.lean import Lean, leans
 from specbench.measure.likelihood import Likelihood, is_blurred, likelihood
@@ -46,8 +46,10 @@ class Certificate:
     """The verdict on one answer (None: not judged by its tokens, for example if a drafter draws), and its basis.
 
     first_divergence: index of the first difference, counted from the first new token; None when exact.
-    margin: the target's logit of the reference's token minus that of the answer's, at that place; if only later tokens
-    are wrong, how far the answer departs from the target there. None if there are no two tokens to compare.
+    margin: how far apart the two tokens are there for the target, in logits. Greedy: the logit of the reference's token
+    minus that of the answer's. Sampling: see `drawn_margin`. If the reference's own token is further from the target's
+    choice, this distance; if only later tokens are wrong, the largest distance of theirs. None if there are no two
+    tokens to compare.
     noise: the rounding noise that the margin was compared with, in logits; None without a margin.
     """
 
@@ -179,7 +181,7 @@ class Certifier:
         def margin(logits: torch.Tensor, token: int, index: int) -> float:
             if decoding.greedy:
                 return greedy_margin(logits, [token])
-            draws = position_draws(request.seed, decoding.max_new_tokens, 1, setup.pair.device)
+            draws = position_uniforms(request.seed, decoding.max_new_tokens, 1, setup.pair.device)
             return drawn_margin(logits, token, decoding, float(draws[index, TARGET]))
 
         def margin_at(index: int, preferred: int, other: int) -> float:

@@ -26,11 +26,8 @@ from tqdm import tqdm
 from specbench.config.spec import BASELINE, HF, METHOD, POOL, SINGLE, RunSpec, make_drafter
 from specbench.data.questions import find_questions_file, load_questions, warmup_questions
 from specbench.data.warm_start import warm_record
-from specbench.decoding.cpu import native
-from specbench.decoding.cpu.compiled_layers import uncompiled
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
-from specbench.decoding.model.graphs import options_of
 from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.trace import counted
@@ -40,22 +37,20 @@ from specbench.measure.bench import Bench, attempt
 from specbench.measure.certify import Certifier
 from specbench.measure.conductor import Conductor
 from specbench.measure.draft_length import VariableLength, make_rule
+from specbench.measure.facts import changing_facts, facts, models_in_place
 from specbench.measure.machine import bandwidth, hardware, provenance
 from specbench.measure.machine.speed import Probes
-from specbench.measure.metrics.statistics import Speedup
+from specbench.measure.metrics.statistics import Estimate
 from specbench.measure.plan import RunPlan
 from specbench.measure.protocol import Protocol
 from specbench.measure.records import run_folder as store
 from specbench.measure.round_costs import set_round_costs
 from specbench.measure.served import prepare_served
 from specbench.measure.warm_up import choose_threads, warm_up
-from specbench.models.devices import name_of
-from specbench.models.names import draft_source
 from specbench.models.pairs import load_pair, pair_for
 from specbench.system.errors import BusyError, UserError, one_line, one_line_errors
 from specbench.system.files import read_json, write_json
-from specbench.system.settings import CONSTANT, GOODPUT, flat, parameters
-from specbench.system.threads import present_cores
+from specbench.system.settings import CONSTANT, GOODPUT, parameters
 
 if TYPE_CHECKING:
     from specbench.data.question_files import Question
@@ -207,7 +202,7 @@ class Job:
     def __init__(self, run_dir: Path, cfg: DictConfig, questions: list[Question], journal: store.Journal):
         self.run_dir, self.cfg, self.questions, self.journal = run_dir, cfg, questions, journal
         self.plan = RunPlan.of(cfg)
-        self._speedup, self._passes = Speedup(None, None, None), 0  # with its interval over so many passes
+        self._speedup, self._passes = Estimate(None, None, None), 0  # with its interval over so many passes
 
     def next_pass(self) -> int | None:
         """The next pass to measure; None if there is none."""
@@ -288,7 +283,7 @@ class Job:
             "speed": speed,
             "round_costs": chosen["round_costs"],
             "baseline_by_threads": chosen["baseline_by_threads"],
-            **models(setup, self.cfg.pair, collected["weights"]),
+            **models_in_place(setup, self.cfg.pair, collected["weights"]),
             "questions": collected["questions"]["sha256"],
             "processor": hardware.processor(setup.pair.device),
         }
@@ -354,86 +349,6 @@ def drop_torn(journal: store.Journal, planned: list[list[Question]], learns: boo
             file=sys.stderr,
         )
         journal.keep_first(len(journal.records) - count)
-
-
-def facts(bench: Bench) -> dict:
-    """What the summary needs in addition to the records."""
-    setup, conductor = bench.setup, bench.conductor
-    pair = setup.pair
-    same_weights = setup.served is None or setup.served.same_weights
-    options, on_cuda = options_of(setup.target.model), pair.device.type == "cuda"
-    plain, widest = setup.spec.batch_size, setup.spec.batch_size * setup.verify_tokens
-    return {
-        "target_pass_bytes": counted(setup.target.pass_bytes()) if same_weights else None,
-        "threads": torch.get_num_threads(),
-        "extra_cores": setup.drafter.extra_cores,
-        "cores": present_cores(),
-        "dtype": name_of(pair.dtype),
-        "device": str(pair.device),
-        "weights": pair.init,
-        "anatomy": pair.anatomy,
-        "prompting": pair.prompting,
-        "weights_source": pair.source,
-        "kernels": setup.target.uses_torch,
-        "tiles": native.has_tiles(setup.target.device, pair.dtype),
-        "beyond_kernels": widest if plain <= native.MOST_TOKENS < widest and not on_cuda else None,
-        "compiled": setup.target.stack.is_compiled or (on_cuda and options.compile),
-        "graphs": options.graphs if on_cuda else None,
-        "uncompiled": uncompiled(),
-        "unit": setup.spec.unit,
-        "reference_answer": setup.spec.needs.reference_answer,
-        "any_length": setup.spec.needs.any_length,
-        # A batch's token budget may shorten drafts.
-        "longest_path": min(setup.drafter.max_draft_tokens, setup.verify_tokens - 1),
-        "max_nodes": min(setup.drafter.max_nodes, setup.verify_tokens - 1),
-        "slice_seconds": conductor.slice_seconds,
-        "training": bench.training,
-        "trained_weights": bench.trained_weights,
-        **changing_facts(bench),
-    }
-
-
-def models(setup: Setup, pair: DictConfig, weights: Mapping) -> dict[str, str | None]:
-    """What runs in place of the pair's models, for the facts.
-
-    Args:
-        setup: of the run.
-        pair: its configuration.
-        weights: of the provenance.
-
-    Returns:
-        `engine_target`, another engine's own file for the target; `draft`, such a file or the pair's draft model, with
-        its changed dimensions. None: there is none, or the engine was started elsewhere.
-    """
-    files = {
-        name: next((f"{file} ({digest[:8]})" for file, digest in one["files"].items()), None)
-        for name in ("target", "draft")
-        if (one := weights.get(f"engine.{name}"))
-    }
-    needs = setup.spec.needs
-    draft = draft_source(pair, needs)
-    if draft is not None and needs.part is None:
-        shaped = [
-            f"{key}={pair[key]}" for key in ("draft_layers", "draft_width") if pair.get(key) is not None
-        ]
-        draft += f" ({', '.join(shaped)})" if shaped else ""
-    return {"engine_target": files.get("target"), "draft": files.get("draft", draft)}
-
-
-def changing_facts(bench: Bench) -> dict:
-    """The facts that change while a run is measured."""
-    served, engine = bench.setup.served, bench.setup.spec.engine
-    of_engine = None
-    if served is not None and engine is not None:
-        plain = flat(engine.get("plain") or {})
-        of_engine = {
-            "name": engine["name"],
-            "version": served.version,
-            "plain": plain,
-            "started": served.is_ours,
-            "faults": [*served.faults],
-        }
-    return {"peak_memory_bytes": bench.conductor.peak_memory, "engine": of_engine}
 
 
 @one_line_errors()

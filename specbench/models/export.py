@@ -16,7 +16,7 @@ import torch
 
 from specbench.models.gguf_writer import check_writable, write_gguf
 from specbench.system.errors import UserError, file_errors
-from specbench.system.files import lock_folder, made_once, make_folder, share_weights
+from specbench.system.files import made_once, make_folder, share_weights
 from specbench.system.paths import cache_folder
 
 if TYPE_CHECKING:
@@ -89,11 +89,7 @@ def as_part(drafter: Drafter, name: str) -> Path:
         digest = hashlib.sha256()
         for path in sorted(written.iterdir()):
             digest.update(path.read_bytes())
-        folder = make_folder(root / digest.hexdigest()[:12])
-        with lock_folder(folder, "written", wait=True):
-            if not (folder / name).exists():
-                written.rename(folder / name)
-    return folder / name
+        return made_once(root / digest.hexdigest()[:12] / name, "written", written.rename)
 
 
 def _folder(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Path:

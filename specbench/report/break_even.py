@@ -11,7 +11,7 @@ import numpy as np
 
 from specbench.config.spec import POOL
 from specbench.report.decision import draft_length
-from specbench.report.labels import labels, pair_names
+from specbench.report.labels import line_names, pair_names
 
 # Settings of the method, or of the drafter in a batch.
 ACCEPTANCE, LENGTH, COST = "acceptance", "max_draft_tokens", "cost_of"
@@ -44,13 +44,13 @@ def break_evens(summaries: Iterable[Mapping]) -> dict[str, Curve]:
     Of identical runs the last counts. A draft length and batch size with a single acceptance has no entry.
     """
     chosen = [summary for summary in summaries if _has_acceptance(summary)]
-    names = labels(map(_reduced, chosen), without=("batch_size", "pair", "limit"))
+    places = [(*_place(summary), _settings(summary)[ACCEPTANCE]) for summary in chosen]
+    names = line_names([*map(_reduced, chosen)], places, without=("pair", "limit"))
     speedups: dict[str, dict[tuple[int, int], dict[float, Mapping]]] = {}
     for label, pair, summary in zip(names, pair_names(chosen), chosen):
-        settings = _settings(summary)
+        settings, at = _settings(summary), _place(summary)
         cost = settings.get(COST)
         name = f"{label}{f' at the cost of {cost}' if cost else ''}, {pair}"
-        at = cast("int", draft_length(summary)), summary["batch_size"]
         speedups.setdefault(name, {}).setdefault(at, {})[settings[ACCEPTANCE]] = summary["overall"]
     curves = {
         name: {at: _of_runs(of_name[at], at[0]) for at in sorted(of_name) if len(of_name[at]) > 1}
@@ -103,6 +103,11 @@ def _of_runs(overall: Mapping[float, Mapping], drafted: int) -> BreakEven:
 
     value = cast("float", at("speedup"))  # every run has one
     return BreakEven(value, at("speedup_high"), at("speedup_low"), (min(overall), max(overall)))
+
+
+def _place(summary: Mapping) -> tuple[int, int]:
+    """Draft length and batch size."""
+    return cast("int", draft_length(summary)), summary["batch_size"]
 
 
 def _settings(summary: Mapping) -> dict:

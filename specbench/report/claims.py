@@ -14,9 +14,9 @@ from scipy import stats
 
 from specbench import CONF, ROOT
 from specbench.config.spec import POOL
-from specbench.measure.metrics import summary as metrics
 from specbench.measure.metrics.metrics import EXACT, TIE, VIOLATION, certificates, worst_of
-from specbench.measure.metrics.statistics import CONFIDENCE, Speedup
+from specbench.measure.metrics.relative import COUNTED, Relative, ratio_of_runs
+from specbench.measure.metrics.statistics import CONFIDENCE, Estimate
 from specbench.report import cells, formats, remarks, verdicts
 from specbench.report.compare import differing_conditions, hindrance
 from specbench.report.labels import DISTRIBUTION, method_label, named
@@ -84,7 +84,7 @@ class Finding:
         verdict: a key of `STYLES`.
     """
 
-    estimate: Speedup | None
+    estimate: Estimate | None
     remark: str
     verdict: str
 
@@ -140,10 +140,10 @@ def check(claim: Mapping, runs: list[Run]) -> Checked:
 
 def _on_pairs(claim: Mapping, runs: list[Run]) -> tuple[Finding, Finding | None]:
     """The findings on the pairs that a claim is judged on, and on the small ones; see `Checked`."""
-    if claim["measure"] in COUNTED:
+    if claim["measure"] in WITHOUT_INTERVAL:
         return find(claim, runs), None
     groups: dict[str, list[Run]] = {"real": [], "expanded": [], "small": []}
-    is_timed = claim.get("what") not in metrics.COUNTED
+    is_timed = claim.get("what") not in COUNTED
     for run in runs:
         if verdicts.faults(run.summary) or (is_timed and remarks.too_few_cores(run.summary)):
             continue
@@ -166,7 +166,7 @@ def _tuned(runs: list[Run]) -> list[Run]:
 
 def find(claim: Mapping, runs: list[Run]) -> Finding:
     """The finding of some runs."""
-    is_counted = claim["measure"] in COUNTED
+    is_counted = claim["measure"] in WITHOUT_INTERVAL
     if not is_counted:
         overall = {key: claim["of"].get(key, value) for key, value in OVERALL.items()}
         runs = [run for run in runs if _matches(overall, run)]
@@ -177,7 +177,7 @@ def find(claim: Mapping, runs: list[Run]) -> Finding:
     return Finding(estimate, remark, verdict(estimate, claim, is_counted))
 
 
-def verdict(estimate: Speedup, claim: Mapping, counted: bool = False) -> str:
+def verdict(estimate: Estimate, claim: Mapping, counted: bool = False) -> str:
     """The verdict on a claim.
 
     - supported: the worse end of the interval (or a number that was counted) meets the bound, too.
@@ -283,7 +283,7 @@ def renew(page: Path, checked: list[Checked], runs: list[Run]) -> None:
 # -- measures: (claim, runs) -> number with interval and a remark; None without a run
 
 
-def number(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
+def number(claim: Mapping, runs: list[Run]) -> tuple[Estimate, str] | None:
     """A number of the summary, the overall speedup unless the claim names another, with its interval if it has one."""
     run, what = _last(claim["of"], runs), claim.get("what", "speedup")
     if run is None:
@@ -292,10 +292,10 @@ def number(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
     for key in what.split("."):
         value = None if value is None else value.get(key)
     basis = [f"{cells.questions_text(overall)} questions", *remarks.kinds(remarks.machine_warnings([run]))]
-    return Speedup(value, overall.get(f"{what}_low"), overall.get(f"{what}_high")), "; ".join(basis)
+    return Estimate(value, overall.get(f"{what}_low"), overall.get(f"{what}_high")), "; ".join(basis)
 
 
-def relative(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
+def relative(claim: Mapping, runs: list[Run]) -> tuple[Estimate, str] | None:
     """A number of a run against that of the strongest rival in the same context.
 
     Rivals without a measured question in common are left out, and named. With `over` it compares means over all
@@ -315,11 +315,11 @@ def relative(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
     ]
     measured = [(one.ratio.value, one, other) for one, other in ratios if one.ratio.value is not None]
     if not measured:
-        return Speedup(None, None, None), "; ".join(apart)
+        return Estimate(None, None, None), "; ".join(apart)
     _, (strongest, count, unit), rivals = min(measured, key=lambda item: item[0])
     # The interval of the smallest ratio: any rival may be the strongest.
     lows, highs = ([getattr(one.ratio, end) for _, one, _ in measured] for end in ("low", "high"))
-    ratio = Speedup(strongest.value, *(None if None in ends else min(ends) for ends in (lows, highs)))
+    ratio = Estimate(strongest.value, *(None if None in ends else min(ends) for ends in (lows, highs)))
     batch = f", batch {rivals[0].summary['batch_size']}" if rivals[0].unit == POOL else ""
     means = f", means over {len(values)} values of {key}" if key else ""
     name = _named(ours[0])
@@ -328,7 +328,7 @@ def relative(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
     return ratio, "; ".join([basis, *apart, *_doubts(claim, ours, rivals)])
 
 
-def share_of_answers(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
+def share_of_answers(claim: Mapping, runs: list[Run]) -> tuple[Estimate, str] | None:
     """Share of the answers with one of the verdicts `EQUAL`, over all runs that match.
 
     Runs of one method give the same answer to a question, which is no evidence of its own: it counts once, with the
@@ -357,11 +357,11 @@ def share_of_answers(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | N
     ends = stats.binomtest(equal, answers).proportion_ci(CONFIDENCE, method="exact")
     if claim["measure"] == "certified":  # no number of answers shows that there never is another
         share = f"at most {1 - ends.low:.1%} of answers can be others"
-        return Speedup(equal / answers, None, None), f"{remark}; {share}" if equal == answers else remark
-    return Speedup(equal / answers, ends.low, ends.high), remark
+        return Estimate(equal / answers, None, None), f"{remark}; {share}" if equal == answers else remark
+    return Estimate(equal / answers, ends.low, ends.high), remark
 
 
-def parameters(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
+def parameters(claim: Mapping, runs: list[Run]) -> tuple[Estimate, str] | None:
     """Parameters of the trained weights of a run / those of another run on the same pair, as their files hold them.
 
     Of several such pairs of runs, one counts whose second has weights with a head of their own, if there is one.
@@ -381,12 +381,12 @@ def parameters(claim: Mapping, runs: list[Run]) -> tuple[Speedup, str] | None:
     pair = (with_own_head or both)[-1]
     count, of_other = map(_parameters, pair)
     forms = [f" ({_form(run)})" if _form(run) else "" for run in pair]
-    return Speedup(count / of_other, None, None), f"{count:,}{forms[0]} against {of_other:,}{forms[1]}"
+    return Estimate(count / of_other, None, None), f"{count:,}{forms[0]} against {of_other:,}{forms[1]}"
 
 
 # By measure, the verdicts on answers that count as equal to the reference's.
 EQUAL = {"exact": (EXACT,), "certified": (EXACT, TIE)}
-COUNTED = (*EQUAL, "parameters")  # measures that have no interval because they need none
+WITHOUT_INTERVAL = (*EQUAL, "parameters")  # those that have no interval because they need none
 MEASURES: dict[str, Callable] = {
     "number": number,
     "relative": relative,
@@ -431,18 +431,18 @@ def _comparable(claim: Mapping, choice: Mapping, runs: list[Run]) -> list[Run]:
     return []
 
 
-def _ratio(others: list[Run], ours: list[Run], what: str) -> metrics.Relative:
+def _ratio(others: list[Run], ours: list[Run], what: str) -> Relative:
     """The mean of a number over our runs / its mean over the others."""
     theirs, frames = ([run.parts(what) for run in of_side] for of_side in (others, ours))
     processes = [run.parts_by_process(what) for run in (*others, *ours)]
-    return metrics.relative(theirs, frames, processes, what in metrics.COUNTED)
+    return ratio_of_runs(theirs, frames, processes, what in COUNTED)
 
 
 def _doubts(claim: Mapping, ours: list[Run], others: list[Run]) -> list[str]:
     """How compared runs differ, besides what the claim chooses ours by, and warnings about the machine."""
     chosen_by = [f"config.{name}" for name in claim["of"]]
     lines = [line for run, other in zip(ours, others) for line in differing_conditions(other, run, chosen_by)]
-    if claim.get("what") not in metrics.COUNTED:
+    if claim.get("what") not in COUNTED:
         lines += remarks.kinds(remarks.machine_warnings([*ours, *others]))
     return list(dict.fromkeys(lines))
 
@@ -463,7 +463,7 @@ def _named(run: Run) -> str:
     return f"{method_label(run.summary)}{form}{remarks.cores_label(run.summary)}"
 
 
-def _shown(estimate: Speedup | None) -> str:
+def _shown(estimate: Estimate | None) -> str:
     if estimate is None or estimate.value is None:
         return cells.UNKNOWN
     value = f"{estimate.value:.3g}" if estimate.value < 0.1 else f"{estimate.value:.2f}"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from specbench.config.spec import POOL, QUESTION
-from specbench.measure.metrics import summary as metrics
+from specbench.measure.metrics.relative import COUNTED, Relative, ratio_of_runs
 from specbench.report import cells, remarks, tables, verdicts
 from specbench.report.labels import task_names
 from specbench.report.runs import Run, differences, not_comparable, row_names
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 SPEEDUP = "speedup"
-METRICS = (SPEEDUP, *metrics.COUNTED)
+METRICS = (SPEEDUP, *COUNTED)
 
 
 def print_comparison(runs: list[Run], metric: str = SPEEDUP) -> None:
@@ -119,7 +119,7 @@ def difference_table(runs: list[Run], metric: str = SPEEDUP) -> Table:
     return table
 
 
-def relative(first: Run, second: Run, metric: str = SPEEDUP) -> dict[str, metrics.Relative]:
+def relative(first: Run, second: Run, metric: str = SPEEDUP) -> dict[str, Relative]:
     """A metric of the second run / that of the first, by task and "overall".
 
     Batches have no times by task. {} if only one decodes batches, or their pools differ.
@@ -133,9 +133,9 @@ def relative(first: Run, second: Run, metric: str = SPEEDUP) -> dict[str, metric
     for record in first.records if first.unit == QUESTION else ():
         tasks.setdefault(record["task"], []).append(record["question_id"])
     by_task = {
-        task: metrics.relative([one[one.index.isin(ids)]], [other], processes) for task, ids in tasks.items()
+        task: ratio_of_runs([one[one.index.isin(ids)]], [other], processes) for task, ids in tasks.items()
     }
-    overall = metrics.relative([one], [other], processes, what in metrics.COUNTED)
+    overall = ratio_of_runs([one], [other], processes, what in COUNTED)
     return by_task | {"overall": overall}
 
 
@@ -166,7 +166,7 @@ def _unlike(first: dict[int, str], second: dict[int, str]) -> bool:
     return any(first[repeat] != second[repeat] for repeat in first.keys() & second.keys())
 
 
-def _difference(difference: metrics.Relative | None) -> Text:
+def _difference(difference: Relative | None) -> Text:
     if difference is None or difference.ratio.value is None:
         return Text(cells.UNKNOWN)
     ratio, count, unit = difference

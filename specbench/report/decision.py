@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 from specbench.config.spec import POOL, without_group
-from specbench.measure.metrics.statistics import LEAST_POOLS, LEAST_QUESTIONS, Speedup, verdict, widened
+from specbench.measure.metrics.statistics import LEAST_POOLS, LEAST_QUESTIONS, Estimate, verdict, widened
 from specbench.report import remarks, verdicts
 from specbench.report.cells import (
     NUMBER,
@@ -250,10 +250,10 @@ def verdict_of_many(overall: Mapping[str, Any], count: int) -> str | None:
     return verdict(interval.low, interval.high)
 
 
-def of_many(overall: Mapping[str, Any], count: int) -> Speedup:
+def of_many(overall: Mapping[str, Any], count: int) -> Estimate:
     """A speedup with the interval that it needs as one of `count` from which the fastest is chosen."""
     value, low, high = (overall[f"speedup{end}"] for end in ("", "_low", "_high"))
-    return widened(Speedup(value, low, high, overall["speedup_freedom"]), count)
+    return widened(Estimate(value, low, high, overall["speedup_freedom"]), count)
 
 
 def decisions(runs: Iterable[Run]) -> list[Decision]:

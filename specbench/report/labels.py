@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from specbench.config.spec import POOL, QUESTION
@@ -162,6 +162,26 @@ def labels(summaries: Iterable[Mapping], without: Collection[str] = ()) -> list[
         ", ".join([method_label(summary), *words, *more])
         for summary, words, more in zip(summaries, _settings_words(summaries), rest)
     ]
+
+
+def line_names(
+    summaries: Sequence[Mapping], places: Sequence[Hashable], without: Collection[str] = ()
+) -> list[str]:
+    """The line of each run over the batch size, one for runs that differ in what a batch size alone decided.
+
+    Each size has its own faster baseline and, unless it was set, its own number of threads.
+
+    Args:
+        summaries: of the runs.
+        places: where on its line each run is. If two runs with other threads would share one, threads are named.
+        without: keys that are left out as well.
+    """
+    along = ("batch_size", "quoted_against", *without)
+    names = labels(summaries, without=(*along, "threads"))
+    threads: dict[tuple[str, Hashable], set[int | None]] = {}
+    for name, place, summary in zip(names, places, summaries):
+        threads.setdefault((name, place), set()).add(summary["threads"])
+    return names if all(len(one) == 1 for one in threads.values()) else labels(summaries, without=along)
 
 
 def _settings_words(summaries: Sequence[Mapping]) -> list[list[str]]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from specbench.config.spec import BASELINE, METHOD, POOL
 from specbench.measure.metrics.dataframes import generations_frame, steps_frame
-from specbench.measure.metrics.statistics import Speedup, speedup
+from specbench.measure.metrics.statistics import Estimate, speedup
 from specbench.measure.metrics.timing import columns_of, paired_seconds, question_sums, turn_means
 from specbench.report.cells import NUMBER, UNKNOWN, PlainTable, console, ratio_text
 from specbench.report.decision import ENGINE
@@ -47,7 +47,7 @@ class Latency:
 
     name: str
     seconds: dict[str, pd.Series]
-    ratio: Speedup | None
+    ratio: Estimate | None
 
 
 def latencies(run: Run) -> list[Latency]:
@@ -75,7 +75,7 @@ def _by_arm(frame: pd.DataFrame, name: str) -> dict[str, pd.Series]:
     return {arm: frame.loc[frame["arm"] == arm, name].dropna() for arm in (BASELINE, METHOD)}
 
 
-def _ratio(answers: pd.DataFrame, name: str) -> Speedup:
+def _ratio(answers: pd.DataFrame, name: str) -> Estimate:
     """The baseline's times / the method's, as means over the turns that have both; whole answers at equal lengths."""
 
     def columns(some: pd.DataFrame) -> list[list[float]]:

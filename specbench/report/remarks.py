@@ -8,7 +8,7 @@ from rich.text import Text
 
 from specbench.config.spec import POOL, without_group
 from specbench.data.warm_start import WARM, warmed_with
-from specbench.measure.metrics.engine import rarities
+from specbench.measure.metrics.drawn import rarities
 from specbench.measure.metrics.statistics import LEAST_PASSES, verdict
 from specbench.report.cells import UNKNOWN, WRONG, equivalence_text, number_text, ratio_text, share_text
 from specbench.report.labels import QUOTED, VOCAB_MAP, VOCAB_SIZE, as_text, labels, method_label, named

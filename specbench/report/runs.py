@@ -14,8 +14,9 @@ import pandas as pd
 
 from specbench.config.spec import OWN, POOL
 from specbench.measure.machine import provenance
-from specbench.measure.metrics import summary as metrics
 from specbench.measure.metrics.metrics import METRICS
+from specbench.measure.metrics.relative import parts, parts_by_process
+from specbench.measure.metrics.summary import OF_FACTS, SCHEMA, summarise
 from specbench.measure.records import run_folder as store
 from specbench.measure.records.migrate import migrated, migrated_config, migrated_facts, migrated_summary
 from specbench.report.labels import as_text, labels, named
@@ -40,7 +41,7 @@ SUMMARY = dict.fromkeys(
     )
 ) | {"settings": {}, "overall": NUMBERS, "tasks": {}, "equivalence": COUNTS, "baseline": BASELINE}
 # What a summary is made of beside the records.
-FACTS = dict.fromkeys((*metrics.OF_FACTS, "unit", "bandwidth_bytes_per_second"))
+FACTS = dict.fromkeys((*OF_FACTS, "unit", "bandwidth_bytes_per_second"))
 CONFIG = dict.fromkeys(("batch_size", "experiment", "protocol", "seed")) | {
     **{group: {"name": None} for group in ("method", "pair", "data", "task")},
     "decoding": dict.fromkeys(("temperature", "max_new_tokens")),
@@ -94,12 +95,12 @@ class Run:
         return _records(self.folder)
 
     def parts(self, what: str) -> pd.DataFrame:
-        """The parts of a number, as returned by `metrics.parts`."""
-        return metrics.parts(self.records, what, self.unit, self.summary["target_pass_bytes"])
+        """The parts of a number, as returned by `metrics.relative.parts`."""
+        return parts(self.records, what, self.unit, self.summary["target_pass_bytes"])
 
     def parts_by_process(self, what: str) -> list[pd.DataFrame]:
-        """Likewise by process, as returned by `metrics.parts_by_process`."""
-        return metrics.parts_by_process(self.records, what, self.unit)
+        """Likewise by process, as returned by `metrics.relative.parts_by_process`."""
+        return parts_by_process(self.records, what, self.unit)
 
 
 @dataclass(frozen=True)
@@ -190,8 +191,8 @@ def _summary(folder: Path) -> dict:
         raise UserError(f"damaged: {path.name} cannot be read ({error})") from error
     if not isinstance(summary, dict) or "schema" not in summary:
         raise UserError(f"damaged: {path.name} is no summary")
-    if summary["schema"] != metrics.SCHEMA:
-        raise UserError(f"{path.name} has schema {summary['schema']}; this version reads {metrics.SCHEMA}")
+    if summary["schema"] != SCHEMA:
+        raise UserError(f"{path.name} has schema {summary['schema']}; this version reads {SCHEMA}")
     if "overall" in summary and "records" not in summary:
         raise UserError(f"{path.name} was made by specbench 0.2: measure it again")
     tasks = summary.get("tasks")
@@ -231,7 +232,7 @@ def _derived(folder: Path) -> dict:
         on_gpu = facts["device"].startswith("cuda") and machine["gpus"]
         processor = machine["gpus"][0]["name"] if on_gpu else machine["cpu"]
         facts = {"processor": processor, "questions": origin["questions"]["sha256"]} | facts
-    return finite(metrics.summary(_records(folder), migrated_facts(facts), migrated_config(config)))
+    return finite(summarise(_records(folder), migrated_facts(facts), migrated_config(config)))
 
 
 def _records(folder: Path) -> list[dict]:

@@ -29,7 +29,7 @@ from specbench.report.drawing import (
     with_legend,
     wrapped,
 )
-from specbench.report.labels import beside_engines, grids, labels
+from specbench.report.labels import beside_engines, grids, labels, line_names
 from specbench.report.model_scaling import baseline_fractions, by_size, of_other_models
 from specbench.report.remarks import baseline_rate
 
@@ -49,7 +49,8 @@ def throughput(summaries: Iterable[dict]) -> Figure | None:
     of_pools = [
         s for s in verdicts.sound(summaries) if s["unit"] == POOL and s["overall"]["tokens_per_second"]
     ]
-    for name, summary in zip(_line_names(of_pools), of_pools):
+    sizes_of_runs = [summary["batch_size"] for summary in of_pools]
+    for name, summary in zip(line_names(of_pools, sizes_of_runs), of_pools):
         lines.setdefault(name, {})[summary["batch_size"]] = summary["overall"]["tokens_per_second"]
     fastest = sorted(lines, key=lambda name: -max(lines[name].values()))[:MAX_SERIES]
     shown = {name: line for name, line in lines.items() if name in fastest}
@@ -66,16 +67,6 @@ def throughput(summaries: Iterable[dict]) -> Figure | None:
     axes.set(xticks=sizes, xticklabels=sizes, xlabel="batch size", ylabel="tokens per second")
     axes.set_ylim(bottom=0)
     return with_legend(axes)
-
-
-def _line_names(of_pools: Sequence[dict]) -> list[str]:
-    """The line of each run. Runs with other threads share one unless they have batches of the same size."""
-    along = ("batch_size", "quoted_against")
-    names = labels(of_pools, without=(*along, "threads"))
-    threads: dict[tuple[str, int], set[int]] = {}
-    for name, summary in zip(names, of_pools):
-        threads.setdefault((name, summary["batch_size"]), set()).add(summary["threads"])
-    return names if all(len(one) == 1 for one in threads.values()) else labels(of_pools, without=along)
 
 
 def engines(summaries: Iterable[dict]) -> Figure | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from specbench.measure.metrics.engine import UNLIKELY, is_off
+from specbench.measure.metrics.drawn import UNLIKELY, is_off
 from specbench.measure.metrics.statistics import verdict
 from specbench.report.cells import ratio_text
 from specbench.system.settings import TYPICAL

@@ -23,8 +23,8 @@ import wandb
 import yaml
 
 from specbench.config.spec import METHOD
-from specbench.measure.metrics import summary as metrics
 from specbench.measure.metrics.acceptance import STRETCHES
+from specbench.measure.metrics.questions import by_question
 from specbench.measure.metrics.timing import ARMS
 from specbench.measure.records import run_folder as store
 from specbench.report import plots
@@ -106,7 +106,7 @@ def contents(run: Run) -> dict[str, object]:
     """What is logged beside summary and config, by its name on the service."""
     summary = run.summary
     reference = ARMS[summary["baseline"]["quoted_against"]]
-    questions = metrics.by_question(run.records, reference, run.unit)
+    questions = by_question(run.records, reference, run.unit)
     steps = pd.read_parquet(run.folder / store.STEPS)
     rounds = steps[steps["arm"] == METHOD]
     logged: dict[str, object] = {"tasks": table(by_task(run)), "questions": table(questions)}

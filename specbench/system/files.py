@@ -95,7 +95,7 @@ def lock_folder(folder: Path, doing: str, wait: bool = False) -> Iterator[None]:
         yield
 
 
-def made_once(path: Path, doing: str, write: Callable[[Path], None]) -> Path:
+def made_once(path: Path, doing: str, write: Callable[[Path], object]) -> Path:
     """The path, after `write` has made what is there if nothing was, in one process at a time.
 
     Args:

@@ -14,7 +14,7 @@ from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import Request
 from specbench.decoding.trace import Generation
 from specbench.measure.arms import Arm
-from specbench.measure.metrics.statistics import Speedup
+from specbench.measure.metrics.statistics import Estimate
 from specbench.models.pairs import Pair, load_pair
 from specbench.system.threads import use_threads
 from tests.support.conf import composed
@@ -69,7 +69,7 @@ def interleave(arms: dict[str, Arm], requests: list[Request], repeats: int = 1) 
 def print_ratios(
     seconds: dict[str, list[float]],
     compared: tuple[tuple[str, str], ...],
-    speedup: Callable[[list[float], list[float]], Speedup],
+    speedup: Callable[[list[float], list[float]], Estimate],
 ) -> None:
     """One line per (slow, fast) pair of arms: how much faster the second is, with its interval."""
     for slow, fast in compared:
@@ -77,7 +77,7 @@ def print_ratios(
         print(f"{fast} against {slow}: times as fast: {ratio_text(ratio, 2)}")
 
 
-def ratio_text(ratio: Speedup, digits: int = 3) -> str:
+def ratio_text(ratio: Estimate, digits: int = 3) -> str:
     """A ratio with its interval, as far as so many requests or repeats allow one."""
     if ratio.value is None:
         return "no ratio"

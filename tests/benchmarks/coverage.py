@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 from tqdm import tqdm
 
-from specbench.measure.metrics.statistics import Speedup, speedup
+from specbench.measure.metrics.statistics import Estimate, speedup
 
 SIZES = (6, 12, 36)  # questions
 SPREADS = (0.2, 0.35)  # standard deviation of the logarithm of a question's own ratio
@@ -93,12 +93,12 @@ def sampled(questions: int, count: int, mean: float, seed: int = 0) -> tuple[np.
     ), truth
 
 
-def misses(found: list[Speedup], truth: float) -> tuple[float, float]:
+def misses(found: list[Estimate], truth: float) -> tuple[float, float]:
     """Shares of the intervals that lie wholly above the truth (flattering), and wholly below it."""
     return np.mean([one.low > truth for one in found]), np.mean([one.high < truth for one in found])
 
 
-def bootstrapped(reference: np.ndarray, method: np.ndarray) -> Speedup:
+def bootstrapped(reference: np.ndarray, method: np.ndarray) -> Estimate:
     """Ratio of sums with a paired BCa interval over questions."""
     from scipy.stats import bootstrap
 
@@ -108,7 +108,7 @@ def bootstrapped(reference: np.ndarray, method: np.ndarray) -> Speedup:
     interval = bootstrap(
         (reference, method), statistic, paired=True, vectorized=True, n_resamples=RESAMPLES, rng=0
     ).confidence_interval
-    return Speedup(reference.sum() / method.sum(), interval.low, interval.high)
+    return Estimate(reference.sum() / method.sum(), interval.low, interval.high)
 
 
 def main() -> None:

@@ -26,7 +26,7 @@ from omegaconf import OmegaConf
 from specbench.data.question_files import TASKS
 from specbench.data.questions import find_questions_file
 from specbench.measure.machine import provenance
-from specbench.measure.metrics import summary as metrics
+from specbench.measure.metrics.summary import summarise
 from specbench.measure.records import run_folder as store
 from specbench.system.files import finite, write_json
 from tests.support.conf import composed
@@ -61,7 +61,7 @@ def example() -> tuple[dict, dict]:
     noted = provenance.collect(config, config["method"], find_questions_file(config["data"]))
     if noted["git"]:
         noted["git"]["diff"] = DIFF
-    return finite(metrics.summary(records, FACTS, CONFIG)), noted
+    return finite(summarise(records, FACTS, CONFIG)), noted
 
 
 def variants(count: int) -> list[dict]:

@@ -24,7 +24,7 @@ import pytest
 from specbench import ROOT
 from specbench.commands import log as tracking
 from specbench.config.checks import check_tracker
-from specbench.measure.metrics import summary as metrics
+from specbench.measure.metrics.questions import QUESTION_COLUMNS, by_question
 from specbench.measure.records import run_folder as store
 from specbench.report.runs import read_runs, summary_frame
 from specbench.report.wandb_run import histogram, run_id, scalars
@@ -176,8 +176,8 @@ def test_a_log_holds_the_tables(runs, offline, logged):
             assert tasks.loc[task, name] == pytest.approx(numbers[name])
         assert tasks.loc[task, "tie"] == numbers["equivalence"]["tie"]
     questions = logged_table(offline, logged, "questions")
-    expected = metrics.by_question(store.read_records(runs[0]), "baseline", "question")
-    pd.testing.assert_frame_equal(questions.astype(metrics.QUESTION_COLUMNS), expected)
+    expected = by_question(store.read_records(runs[0]), "baseline", "question")
+    pd.testing.assert_frame_equal(questions.astype(QUESTION_COLUMNS), expected)
     assert list(questions["verdict"]) == ["exact", "tie", None]
     assert list(questions["error"]) == [None, None, "it did not fit"]
 

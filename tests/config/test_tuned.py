@@ -17,7 +17,7 @@ from specbench.config.compose import compose_arguments
 from specbench.config.resolvers import tuned_on
 from specbench.config.spec import RunSpec
 from specbench.config.tuned import settings_source
-from specbench.measure.metrics import summary as metrics
+from specbench.measure.metrics.summary import summarise
 from specbench.system.settings import parameters
 from tests.support import conf
 from tests.support.commands import run_main
@@ -271,10 +271,10 @@ def test_a_pair_may_leave_its_target_to_the_command(tmp_path, monkeypatch):
 
 def test_the_summary_has_it():
     source = {"source": "changed", "pair": None, "published": {"nodes": 80}}
-    found = metrics.summary([answered(1)], FACTS, CONFIG | {"settings_source": source})
+    found = summarise([answered(1)], FACTS, CONFIG | {"settings_source": source})
     assert (found["settings_source"], found["settings_published"]) == ("changed", {"nodes": 80})
     for without in (CONFIG, CONFIG | {"settings_source": None}):
-        found = metrics.summary([answered(1)], FACTS, without)
+        found = summarise([answered(1)], FACTS, without)
         assert (found["settings_source"], found["settings_tuned_on"], found["settings_published"]) == (
             None,
             None,

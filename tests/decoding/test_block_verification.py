@@ -15,7 +15,7 @@ from specbench.decoding.acceptance import accept, block_chain, block_chances
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
-from specbench.decoding.sampling import SamplingParams, position_draws, sample_inverse_cdf
+from specbench.decoding.sampling import SamplingParams, position_uniforms, sample_inverse_cdf
 from specbench.decoding.state import Batch, Draft, Request
 from specbench.system.errors import UserError
 from specbench.system.settings import BLOCK
@@ -160,7 +160,7 @@ def batch_at(lengths: list[int], uniforms: torch.Tensor) -> Batch:
 def test_two_rounds_have_the_targets_distribution():
     """A prefix that fails tells something about its numbers: the next round must have others."""
     p, q = torch.tensor([0.5, 0.5]), torch.tensor([0.75, 0.25])
-    uniforms = torch.stack([position_draws(seed, 6, 2, torch.device("cpu")) for seed in range(MANY)])
+    uniforms = torch.stack([position_uniforms(seed, 6, 2, torch.device("cpu")) for seed in range(MANY)])
     lengths, said = torch.zeros(MANY, dtype=torch.long), torch.full((MANY, 8), -1)
     for _ in range(2):
         batch = batch_at(lengths.tolist(), uniforms)

@@ -18,7 +18,7 @@ from specbench.decoding.sampling import (
     TARGET,
     SamplingParams,
     check_sampled,
-    position_draws,
+    position_uniforms,
     sample_inverse_cdf,
 )
 from specbench.system.errors import UserError
@@ -149,7 +149,9 @@ def test_weights_that_are_no_distribution_give_no_token():
 
 
 def test_the_target_draws_with_the_same_numbers_whatever_the_drafter_needs():
-    first, *others = (position_draws(5, 12, columns, torch.device("cpu"))[:, TARGET] for columns in (0, 1, 4))
+    first, *others = (
+        position_uniforms(5, 12, columns, torch.device("cpu"))[:, TARGET] for columns in (0, 1, 4)
+    )
     assert all(torch.equal(first, other) for other in others)
 
 

@@ -35,7 +35,7 @@ from specbench.engines.audit import (
     multinomial_p,
     same_answers,
 )
-from specbench.measure.metrics.engine import SURPRISE, UNLIKELY, is_off
+from specbench.measure.metrics.drawn import SURPRISE, UNLIKELY, is_off
 from specbench.measure.numeric_noise import ENGINE_NOISE
 from specbench.models import pairs
 from specbench.models.pairs import load_pair

@@ -62,7 +62,7 @@ FAULTS = (
     Fault(
         "a token that is never drawn hides among many",
         "measuring",
-        f"{M}/metrics/engine.py",
+        f"{M}/metrics/drawn.py",
         "and all(p >= UNLIKELY for p in p_values)",
         "",
         ("tests/measure/test_likelihood.py",),
@@ -70,7 +70,7 @@ FAULTS = (
     Fault(
         "opposite errors of sampled answers cancel",
         "measuring",
-        f"{M}/metrics/engine.py",
+        f"{M}/metrics/drawn.py",
         'for key in ("rare_p", "spread_p") if',
         'for key in ("rare_p",) if',
         ("tests/measure/test_likelihood.py",),
@@ -182,7 +182,7 @@ FAULTS = (
     Fault(
         "what is drawn from logits that are rounded otherwise is a violation",
         "measuring",
-        "specbench/measure/metrics/engine.py",
+        "specbench/measure/metrics/drawn.py",
         "return 0.0 if errors * others < 0 else min(errors, others, key=abs)",
         "return errors",
         ("tests/measure/test_likelihood.py",),

@@ -39,7 +39,7 @@ FAULTS = (
         "an accepted path is not moved to the end",
         "trees",
         f"{D}/kv_layout.py",
-        "self.cache.move_entries(batch.seq_lens.unsqueeze(1) + nodes_of(path, n), span(batch.seq_lens, n))",
+        "self.cache.move_entries(batch.seq_lens.unsqueeze(1) + path[:, :n], span(batch.seq_lens, n))",
         "self.cache.move_entries(span(batch.seq_lens, n), span(batch.seq_lens, n))",
         LOSSLESS,
     ),

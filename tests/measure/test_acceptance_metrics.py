@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specbench.measure.metrics import summary as metrics
 from specbench.measure.metrics.acceptance import acceptance_length, mbsu
 from specbench.measure.metrics.dataframes import steps_frame
+from specbench.measure.metrics.summary import summarise
 from tests.support.synthetic import (
     CONFIG,
     FACTS,
@@ -134,7 +134,7 @@ def test_a_drafter_that_drafts_otherwise_in_a_repeat_is_noticed():
         ]
         same = [record(2, turns=[turn(method=generation([3, 0]))]) | {"repeat": i} for i in range(2)]
         config = CONFIG | {"decoding": CONFIG["decoding"] | changes}
-        return metrics.summary([*records, *same], FACTS, config)["changed_drafts"]
+        return summarise([*records, *same], FACTS, config)["changed_drafts"]
 
     assert measured([2, 1], [2, 1]) == 0
     assert measured([2, 1], [1, 2]) == 1

@@ -74,6 +74,16 @@ def test_the_seconds_of_a_batch_of_generate_are_shared(monkeypatch):
     assert 0.5 * passed < sum(answer.seconds for answer in answers) <= passed
 
 
+def test_what_a_batch_of_generate_leaves_over_is_timed_as_its_batches(monkeypatch):
+    """The prefill and the rounds of one request alone would count as those of all."""
+    pair = random_pair("llama")
+    monkeypatch.setattr(pair, "stop_ids", frozenset())
+    for batch_size, timed in ((2, [False] * 3), (1, [True] * 3)):
+        answers = exhaust(hf_generate_arm(pair, batch_size)([Request([3, 9, 27], SamplingParams(4))] * 3))
+        assert [answer.prefill_seconds is not None for answer in answers] == timed
+        assert [bool(answer.steps) for answer in answers] == timed
+
+
 def test_generate_ends_at_any_stop_token(monkeypatch):
     """Beyond it, its time would count and its tokens would not."""
     pair, passes = random_pair("llama"), []

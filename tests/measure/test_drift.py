@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from specbench.measure.metrics import summary as metrics
+from specbench.measure.metrics.summary import summarise
 from specbench.report import remarks
 from tests.support.synthetic import CONFIG, FACTS, answered, record
 
@@ -19,7 +19,7 @@ ACCEPTED = dict(zip(ORDER, ((0, 1), (1, 2), (5, 5), (5, 5), (5, 5), (3, 3), (4, 
 
 
 def of(method: dict, records: list[dict], **facts: object) -> dict:
-    return metrics.summary(records, FACTS | facts, CONFIG | {"method": method})
+    return summarise(records, FACTS | facts, CONFIG | {"method": method})
 
 
 @cache
@@ -86,6 +86,6 @@ def test_batches_have_an_acceptance_length_alone():
         "batch_size": 2,
     }
     records = [r | {"pool": 0} for r in asked()[1:8]]
-    found = metrics.summary(records, FACTS | {"unit": "pool"}, config)
+    found = summarise(records, FACTS | {"unit": "pool"}, config)
     assert found["drift"]["last"]["speedup"] is None
     assert found["drift"]["last"]["acceptance_length"] == pytest.approx(4.5)

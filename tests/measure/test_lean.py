@@ -14,7 +14,7 @@ from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.state import Request
 from specbench.measure.lean import leans
-from specbench.measure.metrics.engine import likelihoods
+from specbench.measure.metrics.drawn import likelihoods
 from specbench.report import remarks, verdicts
 from tests.support.decoding import random_pair
 from tests.support.distribution import PROMPT, SHAPE

@@ -13,7 +13,7 @@ from specbench.decoding.sampling import SamplingParams
 from specbench.decoding.state import Request
 from specbench.measure import certify
 from specbench.measure.likelihood import BLOCK, RAREST, likelihood, of_logits
-from specbench.measure.metrics.engine import (
+from specbench.measure.metrics.drawn import (
     SURPRISE,
     UNLIKELY,
     errors_of,

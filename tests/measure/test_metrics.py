@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specbench.measure.metrics import dataframes
-from specbench.measure.metrics import summary as metrics
 from specbench.measure.metrics.acceptance import STRETCHES, mbsu, rounds_over
 from specbench.measure.metrics.dataframes import STEP_COLUMNS, generations_frame, steps_frame
-from specbench.measure.metrics.metrics import ceiling_rate
+from specbench.measure.metrics.metrics import ceiling_rate, equivalence
+from specbench.measure.metrics.questions import by_question
+from specbench.measure.metrics.summary import SCHEMA, summarise
 from tests.support.samples import summarised
 from tests.support.synthetic import (
     CONFIG,
@@ -76,7 +77,7 @@ def test_the_size_of_a_model_changes_no_number():
             one["steps"] |= {name: [scale * value for value in one["steps"][name]] for name in names}
         sizes = ("target_pass_bytes", "bandwidth_bytes_per_second")
         facts = FACTS | {name: scale * FACTS[name] for name in sizes}
-        whole = metrics.summary([record(turns=[turn(baseline=arms[0], method=arms[1])])], facts, CONFIG)
+        whole = summarise([record(turns=[turn(baseline=arms[0], method=arms[1])])], facts, CONFIG)
         blocks = [whole["overall"], *whole["tasks"].values(), whole["baseline"]]
         return [{k: v for k, v in one.items() if not isinstance(v, (dict, list))} for one in blocks]
 
@@ -87,7 +88,7 @@ def test_the_size_of_a_model_changes_no_number():
 def test_numbers_of_one_question_by_hand():
     method = generation([2, 5, 0], seconds=1.0, prefill=0.4)  # 11 tokens in 3 rounds
     plain = generation([0] * 10, seconds=2.5, prefill=0.5, drafted=0)
-    found = metrics.summary([record(turns=[turn(baseline=plain, method=method)])], FACTS, CONFIG)
+    found = summarise([record(turns=[turn(baseline=plain, method=method)])], FACTS, CONFIG)
     numbers = found["overall"]
     assert (numbers["questions"], numbers["tokens"], numbers["seconds"]) == (1, 11, 1.0)
     assert numbers["tokens_per_second"] == 11.0
@@ -117,33 +118,33 @@ def test_questions_by_hand():
     two = [turn(i, baseline=plain, method=method) for i in range(2)]
     ties = [turn(0, TIE, baseline=plain, method=method), turn(1, VIOLATION, baseline=plain, method=method)]
     records = by_repeat([record(7, "rag", turns=two), record(3, error="no room"), record(5, turns=ties)])
-    found = metrics.by_question(records, "baseline", "question")
+    found = by_question(records, "baseline", "question")
     assert list(found["question_id"]) == [3, 5, 7] and list(found["task"]) == ["qa", "qa", "rag"]
     assert list(found["verdict"]) == [None, "violation", "exact"]
     assert list(found["error"]) == ["no room", None, None]
     numbers = found.loc[2, "tokens":"acceptance_rate"]
     assert list(numbers) == pytest.approx([20, 8.0, 3.0, 8 / 3, 9 / 2, 7 / 10])
     assert found.loc[0, "tokens":"acceptance_rate"].isna().all()
-    pooled = metrics.by_question(records, "baseline", "pool")
+    pooled = by_question(records, "baseline", "pool")
     assert pooled[["baseline_seconds", "method_seconds", "speedup"]].isna().all(axis=None)
     assert pooled.loc[2, "acceptance_length"] == 4.5
-    empty = metrics.by_question([], "baseline", "question")
+    empty = by_question([], "baseline", "question")
     assert list(empty) == list(found) and empty.empty
-    assert metrics.by_question([record(1, error="no room")], "baseline", "question")["tokens"].isna().all()
+    assert by_question([record(1, error="no room")], "baseline", "question")["tokens"].isna().all()
 
 
 @pytest.mark.slow
 @settings(deadline=None, max_examples=10)
 @given(questions())
 def test_questions_add_up_to_the_whole(records):
-    found, whole = metrics.by_question(records, "baseline", "question"), overall(records)
+    found, whole = by_question(records, "baseline", "question"), overall(records)
     assert found["baseline_seconds"].sum() / found["method_seconds"].sum() == pytest.approx(whole["speedup"])
     assert found["tokens"].sum() == whole["tokens"] and len(found) == whole["questions"]
 
 
 def test_the_summary_has_the_keys_that_others_read():
     data = CONFIG["data"] | {"split": "low", "turns": 1}
-    found = metrics.summary([answered(1), answered(2, "rag")], FACTS, CONFIG | {"data": data})
+    found = summarise([answered(1), answered(2, "rag")], FACTS, CONFIG | {"data": data})
     assert [found[key] for key in ("split", "turns", "questions_sha256")] == ["low", 1, "e" * 64]
     assert {
         *(
@@ -161,7 +162,7 @@ def test_the_summary_has_the_keys_that_others_read():
         *("overall", "tasks", "equivalence", "baseline"),
     } <= set(found)
     assert (found["schema"], found["status"], found["method"], found["pair"]) == (
-        metrics.SCHEMA,
+        SCHEMA,
         "complete",
         "sps",
         "tiny",
@@ -281,12 +282,12 @@ def hf(count, seconds):
 
 def test_the_faster_baseline_is_the_one_that_is_quoted():
     method, plain = generation([4], seconds=1.0), generation([0] * 5, seconds=2.0, drafted=0)
-    slower = metrics.summary(
+    slower = summarise(
         [record(turns=[turn(baseline=plain, method=method, hf_generate=hf(6, 3.0))])], FACTS, CONFIG
     )
     assert slower["baseline"]["quoted_against"] == "engine" and slower["overall"]["speedup"] == 2.0
     assert slower["baseline"]["hf_generate_tokens_per_second"] == 2.0
-    faster = metrics.summary(
+    faster = summarise(
         [record(turns=[turn(baseline=plain, method=method, hf_generate=hf(6, 1.5))])], FACTS, CONFIG
     )
     assert faster["baseline"]["quoted_against"] == "hf_generate" and faster["overall"]["speedup"] == 1.5
@@ -299,7 +300,7 @@ def test_baselines_are_compared_on_the_questions_that_both_answered():
     timed = record(1, turns=[turn(baseline=generation([0] * 9, seconds=1.0), method=generation([8]),
                                   hf_generate=hf(10, 2.0))])  # fmt: skip
     rest = record(2, turns=[turn(baseline=generation([0] * 9, seconds=50.0), method=generation([8]))])
-    found = metrics.summary([timed, rest], FACTS, CONFIG)["baseline"]
+    found = summarise([timed, rest], FACTS, CONFIG)["baseline"]
     assert (found["tokens_per_second"], found["hf_generate_tokens_per_second"]) == (10.0, 5.0)
     assert found["quoted_against"] == "engine"
 
@@ -309,13 +310,13 @@ def test_drawn_answers_of_failed_questions_are_judged():
     drawn = {"tokens": 10, "logprob": -5.0, "surprise": -8.0, "variance": 4.0}
     failed = answered(9, "rag", error="out of memory")
     failed["turns"][0]["likelihood"] = {"baseline": drawn, "method": drawn}
-    found = metrics.summary([answered(1), failed], FACTS, CONFIG)
+    found = summarise([answered(1), failed], FACTS, CONFIG)
     assert found["failed"] == 1 and found["likelihood"]["method"]["logprob"] == -0.5
 
 
 def test_failed_questions_count_as_failed_and_nowhere_else():
     failed = record(9, "rag", error="out of memory")
-    found = metrics.summary([answered(1), failed], FACTS, CONFIG)
+    found = summarise([answered(1), failed], FACTS, CONFIG)
     assert (found["status"], found["failed"]) == ("failed", 1)
     assert found["overall"] == summarised([answered(1)])["overall"]
     assert found["tasks"]["rag"]["questions"] == 0
@@ -325,7 +326,7 @@ def test_failed_questions_count_as_failed_and_nowhere_else():
 
 @pytest.mark.parametrize("records", [[], [record(error="no memory")]])
 def test_nothing_measured_is_none(records):
-    found = metrics.summary(records, FACTS, CONFIG)
+    found = summarise(records, FACTS, CONFIG)
     assert all(found["overall"][key] is None for key in KEYS if key != "questions")
     assert found["equivalence"] == {"answers": 0} | dict.fromkeys(OF_VERDICTS)
     assert found["baseline"]["tokens_per_second"] is None and found["baseline"]["bandwidth_fraction"] is None
@@ -335,18 +336,18 @@ def test_equivalence_counts_answers():
     unjudged = dict.fromkeys(EXACT)
     wider = TIE | {"margin": -0.25, "noise": 0.5}
     turns = [turn(i, certificate) for i, certificate in enumerate([EXACT, TIE, wider, VIOLATION, unjudged])]
-    found = metrics.equivalence([record(turns=turns)])
+    found = equivalence([record(turns=turns)])
     widest = {"tie_margin": 0.25, "tie_noise": 0.5}
     counts = {"answers": 4, "exact": 1, "tie": 2, "violation": 1}
     assert found == counts | {"first_divergence_median": 4.0} | widest
     repeats = [record(turns=[turn(0, certificate)]) for certificate in (TIE, wider, TIE)]
-    assert metrics.equivalence(repeats) == counts | {
+    assert equivalence(repeats) == counts | {
         "answers": 1, "exact": 0, "tie": 1, "violation": 0, "first_divergence_median": 4.0
     } | widest, "the widest tie of any repeat"  # fmt: skip
 
 
 def test_an_unknown_bandwidth_leaves_the_fraction_open():
-    found = metrics.summary([answered()], FACTS | {"bandwidth_bytes_per_second": None}, CONFIG)
+    found = summarise([answered()], FACTS | {"bandwidth_bytes_per_second": None}, CONFIG)
     assert found["overall"]["bandwidth_fraction"] is None and found["baseline"]["bandwidth_fraction"] is None
 
 
@@ -368,7 +369,7 @@ def test_records_are_made_into_tables_once(monkeypatch, unit):
     monkeypatch.setattr(dataframes, "_generations", lambda records: made.append(1) or generations(records))
     records = [answered(i, "qa" if i % 2 else "rag") for i in range(6)]
     learns = CONFIG | {"method": CONFIG["method"] | {"memory": "run"}}
-    found = metrics.summary(records, FACTS | {"unit": unit}, learns)
+    found = summarise(records, FACTS | {"unit": unit}, learns)
     assert len(found["tasks"]) == 2 and (unit == "pool" or found["drift"])
     assert len(made) == 2, "answers and rounds"
 
@@ -392,7 +393,7 @@ def test_a_batch_run_by_hand():
             "window": 5,
         },
     }
-    found = metrics.summary(records, FACTS | {"unit": "pool", "peak_memory_bytes": 7}, config)
+    found = summarise(records, FACTS | {"unit": "pool", "peak_memory_bytes": 7}, config)
     numbers, ratios = found["overall"], np.log([10 / 3, 7 / 5.5])  # of the two pools, repeats together
     assert numbers["speedup"] == pytest.approx(17 / 8.5) and numbers["pools"] == 2
     half = 12.7062 * ratios.std(ddof=1) / np.sqrt(2)
@@ -406,7 +407,7 @@ def test_a_batch_run_by_hand():
     assert task["acceptance_length"] == 2 and numbers["spec_bench_speedup"] is None
     assert numbers["align_seconds"] == pytest.approx(16 * 0.1)
     assert numbers["alignment_share"] == pytest.approx(1.6 / 8.5)
-    engine = metrics.summary(
+    engine = summarise(
         records, FACTS | {"unit": "pool"}, config | {"engine": {"name": "vllm", "speculative": {}}}
     )["overall"]
     assert engine["align_seconds"] is engine["alignment_share"] is engine["occupancy"] is None
@@ -422,7 +423,7 @@ def test_a_batch_is_held_against_the_ceiling_of_its_sequences():
     """Eight passes for two sequences each: the memory allows twice as many tokens as of one sequence."""
     records, facts = batched_run([[(2.0, 1.0)]]), FACTS | {"unit": "pool"}
     records[0]["turns"][0]["arms"]["baseline"][0]["steps"]["sequences"] = [2] * 8
-    found = metrics.summary(records, facts, CONFIG)
+    found = summarise(records, facts, CONFIG)
     assert found["baseline"]["ceiling_tokens_per_second"] == pytest.approx(2 * 1e6 / 1000)
     assert found["baseline"]["bandwidth_fraction"] == pytest.approx(8 / (2.0 - 0.1) / 2000)
     assert found["overall"]["bandwidth_fraction"] == pytest.approx(8 / (1.0 - 0.1) / 2000)

@@ -2,8 +2,10 @@
 
 import pytest
 
-from specbench.measure.metrics import summary as metrics
+from specbench.measure.metrics.metrics import equivalence
+from specbench.measure.metrics.questions import by_question
 from specbench.measure.metrics.statistics import over_passes
+from specbench.measure.metrics.summary import summarise
 from tests.support.synthetic import CONFIG, FACTS, TIE, VIOLATION, overall, passes
 
 
@@ -33,14 +35,14 @@ def test_only_questions_that_all_passes_have_count_in_their_interval():
 def test_a_question_that_failed_in_one_pass_is_left_out_of_all():
     records = passes(3)
     records[9] |= {"error": "no memory", "turns": []}
-    found = metrics.summary(records, FACTS, CONFIG)
+    found = summarise(records, FACTS, CONFIG)
     assert found["failed"] == 1 and found["overall"]["questions"] == 6 and found["records"] == 21
-    rest = metrics.summary([r for r in records if r["question_id"] != 2], FACTS, CONFIG)
+    rest = summarise([r for r in records if r["question_id"] != 2], FACTS, CONFIG)
     without_verdicts = [numbers["overall"] | {"equivalence": None} for numbers in (found, rest)]
     assert without_verdicts[0] == without_verdicts[1]
     assert (found["repeats"], found["processes"]) == (3, 1)
     every = [record | {"error": "no memory", "turns": []} for record in passes(3)]
-    found = metrics.summary(every, FACTS, CONFIG)
+    found = summarise(every, FACTS, CONFIG)
     assert (found["status"], found["repeats"], found["processes"]) == ("failed", 3, 1)
 
 
@@ -48,9 +50,9 @@ def test_an_answer_is_wrong_whether_or_not_its_question_failed_in_another_pass()
     records = passes(3)
     (wrong,) = (r for r in records if (r["repeat"], r["question_id"]) == (0, 2))
     wrong["turns"][0] |= {"equivalence": VIOLATION, "baseline_equivalence": VIOLATION}
-    before = metrics.summary(records, FACTS, CONFIG)
+    before = summarise(records, FACTS, CONFIG)
     records[9] |= {"error": "no memory", "turns": []}
-    found = metrics.summary(records, FACTS, CONFIG)
+    found = summarise(records, FACTS, CONFIG)
     assert before["equivalence"]["violation"] == found["equivalence"]["violation"] == 1
     assert found["tasks"][wrong["task"]]["equivalence"]["violation"] == 1
     assert found["baseline"]["equivalence"]["violation"] == 1
@@ -60,7 +62,7 @@ def test_the_worst_verdict_of_an_answers_passes_counts():
     records = passes(3)
     records[8]["turns"][0]["equivalence"] = TIE
     records[15]["turns"][0]["equivalence"] = VIOLATION
-    found = metrics.equivalence(records)
+    found = equivalence(records)
     assert (found["answers"], found["exact"], found["tie"], found["violation"]) == (7, 6, 0, 1)
-    table = metrics.by_question(records, "baseline", "question")
+    table = by_question(records, "baseline", "question")
     assert list(table["question_id"]) == list(range(7)) and table["verdict"][1] == "violation"

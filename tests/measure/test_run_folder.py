@@ -16,8 +16,8 @@ from omegaconf import OmegaConf
 
 from specbench import ROOT
 from specbench.measure.machine import provenance
-from specbench.measure.metrics import summary as metrics
 from specbench.measure.metrics.dataframes import PLACE_COLUMNS, STEP_COLUMNS
+from specbench.measure.metrics.summary import SCHEMA
 from specbench.measure.records import run_folder as store
 from specbench.measure.records import source
 from specbench.measure.records.source import MAKING, measuring_files, method_sha256, source_sha256
@@ -476,7 +476,7 @@ def test_nothing_measured_still_ends(run_dir):
 
 def test_steps_are_one_row_per_round(finished):
     table = pq.read_table(finished / store.STEPS)
-    assert table.schema.metadata[b"specbench_schema"] == str(metrics.SCHEMA).encode()
+    assert table.schema.metadata[b"specbench_schema"] == str(SCHEMA).encode()
     frame = table.to_pandas()
     assert list(frame.columns) == [
         *("question_id", "task", "category", "pool", "turn", "arm", "repeat", "process"),

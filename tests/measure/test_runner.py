@@ -23,14 +23,14 @@ from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams
 from specbench.measure import certify, conductor, runner
 from specbench.measure.bench import Bench
+from specbench.measure.facts import models_in_place
 from specbench.measure.interleave import Interleaver
 from specbench.measure.machine import speed
 from specbench.measure.machine.hardware import cpu_model
 from specbench.measure.machine.watch import Watch
-from specbench.measure.metrics.engine import SURPRISE
+from specbench.measure.metrics.drawn import SURPRISE
 from specbench.measure.protocol import Protocol
 from specbench.measure.records import run_folder as store
-from specbench.measure.runner import models
 from specbench.report import decision, verdicts
 from specbench.system import threads
 from specbench.system.errors import JobError, UserError
@@ -88,14 +88,14 @@ def test_another_engines_own_files_are_told_by_name_and_checksum():
         SimpleNamespace(spec=SimpleNamespace(needs=needs)) for needs in (Needs(draft_model=True), Needs())
     )
     for setup, draft in ((loads, "models/draft"), (brings, None)):
-        assert models(setup, pair, {}) == {"engine_target": None, "draft": draft}
+        assert models_in_place(setup, pair, {}) == {"engine_target": None, "draft": draft}
     cut = DictConfig({"draft": "models/draft", "draft_layers": 2})
-    assert models(loads, cut, {})["draft"] == "models/draft (draft_layers=2)"
+    assert models_in_place(loads, cut, {})["draft"] == "models/draft (draft_layers=2)"
     files = {
         f"engine.{name}": {"source": f"/m/{name}.gguf", "files": {f"{name}.gguf": digit * 64}}
         for name, digit in (("target", "a"), ("draft", "b"))
     }
-    assert models(loads, pair, files) == {
+    assert models_in_place(loads, pair, files) == {
         "engine_target": "target.gguf (aaaaaaaa)",
         "draft": "draft.gguf (bbbbbbbb)",
     }

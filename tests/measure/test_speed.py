@@ -11,7 +11,7 @@ import torch
 
 from specbench.measure.machine import speed
 from specbench.measure.machine.speed import BANDWIDTH, NAMES, OPERATIONS, PRODUCT, SLOW
-from specbench.measure.metrics import summary as metrics
+from specbench.measure.metrics.summary import summarise
 from tests.support.messages import says
 from tests.support.synthetic import CONFIG, FACTS, QUIET, passes, probed, slowed
 
@@ -186,7 +186,7 @@ def test_several_processes_write_and_none_loses_what_another_wrote(best):
 
 def of(records: list[dict], best: dict = QUIET) -> dict | None:
     facts = FACTS | {"speed": SPEED | {"best": best}}
-    return metrics.summary(records, facts, CONFIG)["machine"]["speed"]
+    return summarise(records, facts, CONFIG)["machine"]["speed"]
 
 
 def test_a_summary_holds_first_last_worst_and_best():
@@ -220,4 +220,4 @@ def test_probes_count_in_the_order_of_the_journal_and_those_of_failed_questions_
 
 
 def test_without_probes_it_is_null():
-    assert metrics.summary(passes(1), FACTS, CONFIG)["machine"]["speed"] is None
+    assert summarise(passes(1), FACTS, CONFIG)["machine"]["speed"] is None

@@ -7,7 +7,7 @@ from scipy import stats
 
 from specbench.measure.metrics.statistics import (
     LEAST_QUESTIONS,
-    Speedup,
+    Estimate,
     over_passes,
     ratio_of_means,
     speedup,
@@ -43,8 +43,8 @@ def test_the_interval_by_hand():
 def test_one_question_that_holds_all_the_time_gives_no_interval():
     """Without it nothing is left to compare."""
     alone = [0.0, 0.0, 6.0, 0.0, 0.0, 0.0]
-    assert speedup(alone, np.ones(6)) == Speedup(1.0, None, None)
-    assert speedup(np.ones(6), alone) == Speedup(1.0, None, None)
+    assert speedup(alone, np.ones(6)) == Estimate(1.0, None, None)
+    assert speedup(np.ones(6), alone) == Estimate(1.0, None, None)
 
 
 @settings(deadline=None, max_examples=30)
@@ -56,7 +56,7 @@ def test_the_unit_of_time_does_not_matter(times, unit):
 @settings(deadline=None, max_examples=20)
 @given(pairs)
 def test_an_arm_against_itself_is_no_difference(times):
-    assert speedup(times[0], times[0]) == Speedup(1.0, 1.0, 1.0)
+    assert speedup(times[0], times[0]) == Estimate(1.0, 1.0, 1.0)
 
 
 def test_noise_alone_is_no_difference_about_19_times_in_20():
@@ -80,12 +80,12 @@ def test_too_few_questions_give_no_interval():
     """However alike they are: five of five lie on one side of the truth in one case of sixteen."""
     twice, once = np.full(6, 2.0), np.ones(6)
     for n in range(1, 6):
-        assert speedup(twice[:n], once[:n]) == Speedup(2.0, None, None)
+        assert speedup(twice[:n], once[:n]) == Estimate(2.0, None, None)
         found = ratio_of_means([(once[:n], once[:n])], [(twice[:n], once[:n])])
-        assert found == Speedup(2.0, None, None)
-    assert speedup(twice, once) == Speedup(2.0, 2.0, 2.0)
-    assert speedup([], []) == Speedup(None, None, None)
-    assert speedup([1.0, 1.0], [0.0, 0.0]) == Speedup(None, None, None)
+        assert found == Estimate(2.0, None, None)
+    assert speedup(twice, once) == Estimate(2.0, 2.0, 2.0)
+    assert speedup([], []) == Estimate(None, None, None)
+    assert speedup([1.0, 1.0], [0.0, 0.0]) == Estimate(None, None, None)
     with pytest.raises(ValueError, match="one length"):
         speedup([1.0], [1.0, 2.0])
 
@@ -102,9 +102,9 @@ def test_repeats_of_one_pool_have_an_interval_as_wide_as_they_differ():
     found = speedup([2.0, 8.0], [1.0, 1.0], pools=[3, 3])
     factor = np.exp(12.7062 * np.log(2))
     assert (found.value, found.low, found.high) == pytest.approx((5, 5 / factor, 5 * factor), rel=1e-4)
-    assert speedup([3.0], [2.0], pools=[0]) == Speedup(1.5, None, None)
-    assert speedup([], [], pools=[]) == Speedup(None, None, None)
-    assert speedup([3.0, 3.0], [2.0, 2.0], pools=[0, 0]) == Speedup(1.5, 1.5, 1.5)
+    assert speedup([3.0], [2.0], pools=[0]) == Estimate(1.5, None, None)
+    assert speedup([], [], pools=[]) == Estimate(None, None, None)
+    assert speedup([3.0, 3.0], [2.0, 2.0], pools=[0, 0]) == Estimate(1.5, 1.5, 1.5)
 
 
 def test_repeats_of_one_pool_in_a_process_each_count_once():
@@ -151,7 +151,7 @@ def test_a_ratio_of_means_by_hand():
     """Ratios 2 and 1 on average 1.5, against 1 and 0.5 on average 0.75."""
     ones = np.ones(6)
     found = ratio_of_means([(ones, ones), (ones, 2 * ones)], [(2 * ones, ones), (ones, ones)])
-    assert found == Speedup(2.0, 2.0, 2.0)
+    assert found == Estimate(2.0, 2.0, 2.0)
 
 
 def test_two_runs_of_one_method_differ_about_1_time_in_20():
@@ -177,13 +177,13 @@ def test_a_ratio_of_means_over_pools():
     found = ratio_of_means([drifting], [(2 * drifting[0], drifting[1])], pools=[0, 0])
     assert (found.value, found.low, found.high) == pytest.approx((2, 2, 2))
     one = ones[:1]
-    assert ratio_of_means([(one, one)], [(2 * one, one)], pools=[0]) == Speedup(2.0, None, None)
+    assert ratio_of_means([(one, one)], [(2 * one, one)], pools=[0]) == Estimate(2.0, None, None)
 
 
 def test_what_has_no_ratio_of_means():
     ones = np.ones(3)
-    assert ratio_of_means([(ones, ones)], [(ones, 0 * ones)]) == Speedup(None, None, None)
-    assert ratio_of_means([(ones[:0], ones[:0])], [(ones[:0], ones[:0])]) == Speedup(None, None, None)
+    assert ratio_of_means([(ones, ones)], [(ones, 0 * ones)]) == Estimate(None, None, None)
+    assert ratio_of_means([(ones[:0], ones[:0])], [(ones[:0], ones[:0])]) == Estimate(None, None, None)
     with pytest.raises(ValueError, match="one length"):
         ratio_of_means([(ones, ones)], [(ones[:2], ones[:2])])
 
@@ -214,11 +214,11 @@ def test_one_process_adds_nothing():
 
 def test_an_interval_over_passes_takes_two():
     alone = over_passes([3.0], [2.0])
-    assert alone == Speedup(1.5, None, None) and alone.width is None
+    assert alone == Estimate(1.5, None, None) and alone.width is None
     found = over_passes([3.0, 3.0], [2.0, 2.1])
     assert found.value == pytest.approx(6 / 4.1) and found.low < found.value < found.high
-    assert over_passes([3.0, 6.0], [2.0, 4.0]) == Speedup(1.5, 1.5, 1.5)
-    assert Speedup(1.5, 1.25, 2.0).width == 0.75
+    assert over_passes([3.0, 6.0], [2.0, 4.0]) == Estimate(1.5, 1.5, 1.5)
+    assert Estimate(1.5, 1.25, 2.0).width == 0.75
 
 
 def test_a_widened_interval_is_that_of_its_level():
@@ -231,9 +231,9 @@ def test_a_widened_interval_is_that_of_its_level():
     share = np.log(wide.high / wide.value) / np.log(measured.high / measured.value)
     assert share == pytest.approx(stats.t.isf(0.0025, 5) / stats.t.isf(0.025, 5))
     assert wide.low == pytest.approx(wide.value**2 / wide.high) and widened(measured, 1) == measured
-    none = Speedup(1.2, None, None)
+    none = Estimate(1.2, None, None)
     assert widened(none, 10) is none
-    assert 1.05 < widened(Speedup(1.2, 1.1, 1.3), 10).low < 1.07  # of many degrees of freedom
+    assert 1.05 < widened(Estimate(1.2, 1.1, 1.3), 10).low < 1.07  # of many degrees of freedom
 
 
 def test_the_freedom_of_two_parts_lies_between_theirs():

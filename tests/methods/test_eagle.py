@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig
 
+from methods.common.chained_steps import chained
 from methods.common.checkpoints import layer_sizes
 from methods.eagle import Eagle, Eagle2
-from methods.eagle.chain import chained
 from methods.eagle.checkpoint import load_eagle, save_eagle
 from methods.eagle.drafter import EAGLE_TREE
 from methods.eagle.model import EagleModel

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.nn.functional import silu
 
+from methods.common.chained_steps import chained
 from methods.common.dynamic_trees import Growth
-from methods.eagle.chain import chained
 from methods.eagle3 import Eagle3
 from methods.eagle3.checkpoint import load_eagle3, save_eagle3
 from methods.eagle3.model import Eagle3Config, Eagle3Model, default_taps

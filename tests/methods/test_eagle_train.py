@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
-from methods.eagle.chain import chained
+from methods.common.chained_steps import chained
 from methods.eagle.train import Distillation, fit, fresh_model
 from methods.eagle.train import pairs_of as eagle_pairs
 from specbench.decoding.model.staged_model import StagedModel

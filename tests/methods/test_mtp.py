@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from methods.common import initialisation, losses
 from methods.common.losses import Loss
-from methods.eagle.steps import StepDistillation
+from methods.common.step_distillation import StepDistillation
 from methods.mtp import Mtp
 from methods.mtp import train as mtp_train
 from methods.mtp.checkpoint import load_mtp, save_mtp

@@ -12,8 +12,8 @@ import pytest
 
 from methods.common import training
 from methods.common.training import answered
+from methods.common.vocab_map import FILE, always_kept, kept_ids, rank, save_vocab_map
 from methods.vocab_trim.calibrate import SOURCES, calibrate, coverage
-from methods.vocab_trim.vocab_map import FILE, always_kept, kept_ids, rank, save_vocab_map
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import SamplingParams

@@ -95,6 +95,17 @@ def test_what_differs_otherwise_is_a_curve_of_its_own():
     assert expected_length(next(iter(again.values()))[4, 1].acceptance, 4) == pytest.approx(2.0)  # the last
 
 
+def test_what_a_batch_size_decides_makes_no_curve_of_its_own():
+    """Each size has its own number of threads and its own faster baseline."""
+    summaries = [*curve(1.6, 4, 1), *(one | {"threads": 2} for one in curve(2.0, 4, 8))]
+    summaries[1] = changed(summaries[1], baseline__quoted_against="hf_generate")
+    (found,) = break_evens(summaries).values()
+    assert list(found) == [(4, 1), (4, 8)] and found[4, 1].measured == (0.2, 0.8)
+    assert expected_length(found[4, 1].acceptance, 4) == pytest.approx(1.6)
+    again = [one | {"threads": 2} for one in curve(1.8, 4, 1)]
+    assert len(break_evens([*summaries, *again])) == 2, "both numbers of threads at one size were chosen"
+
+
 def test_runs_that_cannot_be_part_of_it():
     assert break_evens([SUMMARY, *curve(1.6)[:1]]) == {}  # no acceptance was chosen; one alone
     text = [faster(1.1, settings={"acceptance": "exact", "max_draft_tokens": 5, "n": n}) for n in (1, 2)]

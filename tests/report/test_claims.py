@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from specbench.measure.metrics.statistics import Speedup
+from specbench.measure.metrics.statistics import Estimate
 from specbench.report import claims, formats
 from specbench.report.runs import Run
 from tests.report.test_formats import texts
@@ -38,7 +38,7 @@ from tests.support.samples import SUMMARY, changed, faster, run_of, runs_of, wro
     ],
 )
 def test_verdicts_at_their_borders(value, low, high, at_least, at_most):
-    measured = Speedup(value, low, high)
+    measured = Estimate(value, low, high)
     assert claims.verdict(measured, {"at_least": 1.5}) == at_least
     assert claims.verdict(measured, {"at_most": 1.5}) == at_most
     assert {at_least, at_most} <= set(claims.STYLES)
@@ -48,10 +48,10 @@ def test_verdicts_at_their_borders(value, low, high, at_least, at_most):
     ("value", "at_least", "at_most"), [(1.5, "supported", "supported"), (1.4, "not supported", "supported")]
 )
 def test_what_was_counted_needs_no_interval(value, at_least, at_most):
-    measured = Speedup(value, None, None)
+    measured = Estimate(value, None, None)
     assert claims.verdict(measured, {"at_least": 1.5}, counted=True) == at_least
     assert claims.verdict(measured, {"at_most": 1.5}, counted=True) == at_most
-    assert set(claims.COUNTED) <= set(claims.MEASURES)
+    assert set(claims.WITHOUT_INTERVAL) <= set(claims.MEASURES)
 
 
 # -- on which pairs
@@ -164,7 +164,7 @@ def test_answers_to_the_same_questions_are_counted_once_for_each_method(tmp_path
     def of(exact: int, ties: int = 0, first: int = 0, **changes) -> Run:
         return run_of(tmp_path, next(names), SUMMARY | changes, records=judged(exact, ties, first=first))
 
-    def estimate(*runs: Run) -> Speedup:
+    def estimate(*runs: Run) -> Estimate:
         return found(claim, list(runs)).estimate
 
     once = estimate(of(7))

@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from specbench.measure.machine import provenance
-from specbench.measure.metrics.statistics import Speedup
+from specbench.measure.metrics.statistics import Estimate
 from specbench.report import claims
 from specbench.report.runs import Run
 from tests.report.test_phases import measured
@@ -33,7 +33,7 @@ def test_the_speedup_of_the_last_run_that_matches():
     claim = {"measure": "number", "of": {"experiment": "e", "method": "kangaroo"}, "at_least": 1.5}
     runs = runs_of(a=faster(3.0, experiment="e"), b=faster(1.7, experiment="e"), c=faster(9.0))
     checked = found(claim, runs)
-    assert checked.estimate == Speedup(1.7, pytest.approx(1.6), pytest.approx(1.8))
+    assert checked.estimate == Estimate(1.7, pytest.approx(1.6), pytest.approx(1.8))
     assert (checked.verdict, checked.remark) == ("supported", "160 questions")
     assert found(claim, runs[:1]).estimate.value == 3.0 and found(claim, runs[2:]).verdict == "not measured"
 
@@ -52,11 +52,11 @@ def test_an_overall_figure_is_of_all_tasks_and_greedy(change, measure):
 def test_a_number_of_the_summary():
     claim = {"measure": "number", "what": "stats.overlap.hidden_share", "of": {}, "at_least": 0.7}
     hidden = changed(SUMMARY, overall__stats={"overlap": {"hidden_share": 0.8}})
-    assert found(claim, runs_of(a=hidden)).estimate == Speedup(0.8, None, None)
+    assert found(claim, runs_of(a=hidden)).estimate == Estimate(0.8, None, None)
     assert found(claim, runs_of(a=hidden)).verdict == "supported (point estimate)"
     assert found(claim, runs_of(a=SUMMARY)).verdict == "not measured"  # nothing ran beside the target
     decoding = {"measure": "number", "what": "decode_speedup", "of": {}, "at_least": 1.5}
-    with_its_interval = Speedup(1.7, pytest.approx(1.6), pytest.approx(1.8))
+    with_its_interval = Estimate(1.7, pytest.approx(1.6), pytest.approx(1.8))
     assert found(decoding, runs_of(a=faster(1.7))).estimate == with_its_interval
     share = {"measure": "number", "what": "alignment_share", "of": {}, "at_most": 0.05}
     assert found(share, runs_of(a=batched(alignment_share=0.04))).verdict == "supported (point estimate)"
@@ -412,4 +412,4 @@ def test_a_run_that_answered_a_single_question_has_no_interval(tmp_path):
         for name, slow in {"ours": 2.0, "weak": 1.5, "strong": 1.5}.items()
     ]
     checked = found(AGAINST, runs)
-    assert checked.estimate == Speedup(pytest.approx(4 / 3), None, None)
+    assert checked.estimate == Estimate(pytest.approx(4 / 3), None, None)

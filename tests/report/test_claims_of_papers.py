@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from specbench import ROOT
 from specbench.config.compose import CONF
 from specbench.measure.metrics.metrics import METRICS
-from specbench.measure.metrics.statistics import Speedup
+from specbench.measure.metrics.statistics import Estimate
 from specbench.report import claims
 from specbench.system.errors import UserError
 from tests.report.test_formats import texts
@@ -59,7 +59,7 @@ def test_what_is_timed_or_accepted_is_claimed_of_published_settings():
         if any(key.startswith("settings.") for rival in rivals for key in rival):
             assert "settings" not in claim and claim["of"]["settings_source"] == "published"
             continue
-        assert claim.get("settings") == (None if claim["measure"] in claims.COUNTED else "published")
+        assert claim.get("settings") == (None if claim["measure"] in claims.WITHOUT_INTERVAL else "published")
 
 
 def test_every_claim_names_what_there_is():
@@ -193,4 +193,4 @@ def test_the_page_of_claims_has_its_markers():
 
 
 def test_small_shares_are_shown_with_three_digits():
-    assert claims._shown(Speedup(0.01234, None, None)) == "0.0123"
+    assert claims._shown(Estimate(0.01234, None, None)) == "0.0123"

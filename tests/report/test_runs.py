@@ -6,8 +6,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from specbench.measure.metrics import summary as metrics
 from specbench.measure.metrics.metrics import METRICS, Metric
+from specbench.measure.metrics.summary import SCHEMA
 from specbench.measure.records import run_folder as store
 from specbench.measure.records.migrate import LATER, migrated_summary
 from specbench.report import __main__ as command
@@ -56,7 +56,7 @@ DAMAGED = {
     "no_schema": (summary_text(without(SUMMARY, "schema")), "damaged ... summary.json ... no summary"),
     "newer": (
         summary_text(SUMMARY | {"schema": 99}),
-        f"summary.json ... 99 ... {metrics.SCHEMA}",
+        f"summary.json ... 99 ... {SCHEMA}",
     ),
     "no_method": (summary_text(without(SUMMARY, "method")), "damaged ... summary.json ... method"),
     "no_weights": (summary_text(without(SUMMARY, "weights")), "damaged ... summary.json ... weights"),
@@ -77,7 +77,7 @@ DAMAGED = {
         "damaged ... summary.json ... overall, tasks",
     ),
     "nothing_in_it": (
-        summary_text({"schema": metrics.SCHEMA}),
+        summary_text({"schema": SCHEMA}),
         "damaged ... summary.json ... failed, method, drafter",
     ),
     "of_0_2": (summary_text(without(SUMMARY, "records")), "summary.json ... specbench 0.2: measure it again"),

@@ -11,11 +11,11 @@ from typing import TypeVar
 import torch
 from transformers import LlamaConfig
 
+from methods.common.chained_steps import chained
 from methods.common.checkpoints import layer_sizes
 from methods.common.draft_layer import CachedLayer
 from methods.common.heads import DraftHead
 from methods.common.training import target_states
-from methods.eagle.chain import chained
 from methods.eagle.checkpoint import save_eagle
 from methods.eagle.model import EagleModel
 from methods.kangaroo.adapter import Adapter, adapter_config, save_adapter

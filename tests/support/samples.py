@@ -7,8 +7,8 @@ import json
 from functools import cache
 from pathlib import Path
 
-from specbench.measure.metrics import summary as metrics
 from specbench.measure.metrics.metrics import METRICS
+from specbench.measure.metrics.summary import SCHEMA, summarise
 from specbench.measure.records import run_folder as store
 from specbench.measure.records.migrate import LATER_COUNTS, migrated_summary
 from specbench.report.runs import Run, read_run
@@ -75,7 +75,7 @@ BASELINE = {
 }
 SUMMARY = migrated_summary(
     {
-        "schema": metrics.SCHEMA,
+        "schema": SCHEMA,
         "engine": None,
         "likelihood": {},
         "status": "complete",
@@ -201,7 +201,7 @@ def summarised(records: list[dict], facts: dict = FACTS, config: dict = CONFIG) 
 
 @cache
 def _summarised(inputs: str) -> dict:
-    return finite(metrics.summary(*json.loads(inputs)))
+    return finite(summarise(*json.loads(inputs)))
 
 
 def write_run(

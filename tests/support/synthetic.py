@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from specbench.config.spec import RunSpec
 from specbench.measure.machine.speed import BANDWIDTH, OPERATIONS, PRODUCT
-from specbench.measure.metrics import summary as metrics
 from specbench.measure.metrics.dataframes import generations_frame, steps_frame
-from specbench.measure.metrics.metrics import METRICS
+from specbench.measure.metrics.metrics import METRICS, MetricInput, numbers
 from specbench.measure.records.migrate import LATER_FACTS, migrated_config
 
 FACTS = LATER_FACTS | {
@@ -181,12 +180,12 @@ def questions(draw, min_size=1, max_size=6, slow=slowness):
 class Numbers(Mapping[str, object]):
     """The metrics of what was measured, each made when it is first looked at: all of them take 0.1 s."""
 
-    def __init__(self, measured: metrics.MetricInput):
+    def __init__(self, measured: MetricInput):
         self._measured, self._made = measured, {}
 
     def __getitem__(self, name: str) -> object:
         if name not in self._made:
-            self._made |= metrics.numbers(self._measured, [name])
+            self._made |= numbers(self._measured, [name])
         return self._made[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -200,7 +199,7 @@ def overall(records, facts=FACTS) -> Numbers:
     """The numbers over all questions of some records."""
     generations, steps = generations_frame(records), steps_frame(records)
     spec = RunSpec.of(CONFIG, facts["unit"])
-    return Numbers(metrics.MetricInput(records, generations, steps, facts, "baseline", spec))
+    return Numbers(MetricInput(records, generations, steps, facts, "baseline", spec))
 
 
 def scaled(records: list[dict], factor: float) -> list[dict]:

@@ -14,14 +14,14 @@ import shlex
 import shutil
 import subprocess
 import sys
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from specbench.system.errors import UserError, one_line
-from specbench.system.files import lock_folder, make_folder
+from specbench.system.files import made_once
 from specbench.system.paths import cache_folder
 
 KERNELS = "kernels"  # name of the folder of sources, and of the one of libraries in the user's cache
@@ -65,7 +65,7 @@ def load() -> tuple[list[str], str | None]:
             reasons.append(one_line(error))
     for command, library in sorted(libraries, key=lambda one: not os.path.exists(one[1])):
         try:
-            torch.ops.load_library(str(_compiled(command, library)))
+            torch.ops.load_library(str(made_once(library, "filled", partial(_compile, command))))
         except UserError as error:
             reasons.append(str(error))
         except OSError as error:
@@ -130,22 +130,6 @@ def _compilers() -> list[list[str]]:
     return [command for command in commands if command and shutil.which(command[0])]
 
 
-def _compiled(compiler: list[str], library: Path) -> Path:
-    """The library; it is compiled if it does not exist yet.
-
-    Raises:
-        UserError: it cannot be compiled, or the cache cannot be written.
-    """
-    folder = make_folder(library.parent)
-    if library.exists():
-        return library
-    with lock_folder(folder, "filled", wait=True):
-        if not library.exists():
-            print("compiling kernels for this processor, once: up to a minute", file=sys.stderr, flush=True)
-            _compile(compiler, library)
-    return library
-
-
 def _digest(compiler: list[str]) -> str:
     """Hashes all that a library depends on: the sources, the compiler, the processor and the version of torch."""
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=False).stdout
@@ -167,23 +151,19 @@ def processor() -> str:
 
 
 def _compile(compiler: list[str], library: Path) -> None:
-    """Compiles all sources into one library, which appears complete or not at all."""
+    """Compiles all sources into one library. Raises UserError if they cannot be compiled."""
+    print("compiling kernels for this processor, once: up to a minute", file=sys.stderr, flush=True)
     root = Path(torch.__file__).parent
-    part = library.with_suffix(f".{os.getpid()}.part")
     command = [*compiler, *FLAGS, f"-I{root / 'include'}", *map(str, sorted(SOURCES.glob("*.cpp")))]
-    command += ["-o", str(part), f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"]
+    command += ["-o", str(library), f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
-        if done.returncode:
-            errors = [
-                line for line in done.stderr.splitlines() if "error" in line
-            ] or done.stderr.splitlines()
-            raise UserError(f"kernels cannot be compiled: {(errors or ['no reason was printed'])[0]}")
-        with part.open("rb") as file:
-            # A library truncated by a power cut would exist and never be rebuilt.
-            os.fsync(file.fileno())
-        os.replace(part, library)
     except subprocess.TimeoutExpired as error:
         raise UserError(f"kernels cannot be compiled within {SECONDS} s") from error
-    finally:
-        part.unlink(missing_ok=True)
+    if done.returncode:
+        lines = done.stderr.splitlines()
+        errors = [line for line in lines if "error" in line] or lines or ["no reason was printed"]
+        raise UserError(f"kernels cannot be compiled: {errors[0]}")
+    with library.open("rb") as file:
+        # A library truncated by a power cut would exist and never be rebuilt.
+        os.fsync(file.fileno())

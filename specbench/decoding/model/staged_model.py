@@ -381,5 +381,5 @@ def why_uncaptured(model: PreTrainedModel) -> str | None:
 
 
 def recurs(ctx: ForwardContext, n: int) -> bool:
-    """Whether the shape of a pass of n tokens will recur: not a prompt's, nor that of one that cannot be captured."""
+    """Whether a pass of n tokens has a shape that comes again and can be captured: a prompt's does not."""
     return ctx.start != 0 and n <= fixed_shape.LONGEST and (is_within() or torch.is_inference_mode_enabled())

@@ -139,6 +139,11 @@ def mbsu_parts(rounds: pd.DataFrame, target_pass_bytes: int) -> pd.DataFrame:
     return rounds.assign(above=above, below=below)[["above", "below"]]
 
 
+def stat(rounds: pd.DataFrame, name: str) -> pd.Series:
+    """One of a method's own numbers of its rounds, see `Draft.stats`; None for a round without it."""
+    return rounds["stats"].map(lambda stats: stats.get(name) if stats else None).astype(object)
+
+
 def ratio(numerator: float, denominator: float) -> float | None:
     """A quotient; None when there is nothing to divide by."""
     return float(numerator / denominator) if denominator > 0 else None

@@ -69,11 +69,6 @@ def steps_frame(records: list[dict]) -> pd.DataFrame:
     return frame.astype(types)
 
 
-def stat(rounds: pd.DataFrame, name: str) -> pd.Series:
-    """One of a method's own numbers of its rounds, see `Draft.stats`; None for a round without it."""
-    return rounds["stats"].map(lambda stats: stats.get(name) if stats else None).astype(object)
-
-
 def failed_questions(records: list[dict]) -> set[int]:
     """Ids of the questions that failed in any pass."""
     return {record["question_id"] for record in records if record["error"] is not None}

@@ -30,7 +30,7 @@ from specbench.measure.metrics.acceptance import (
     sequences_per_pass,
     total,
 )
-from specbench.measure.metrics.statistics import Speedup, over_passes, speedup
+from specbench.measure.metrics.statistics import Estimate, over_passes, speedup
 from specbench.measure.metrics.timing import (
     columns_of,
     paired_seconds,
@@ -101,12 +101,12 @@ class MetricInput:
         return paired_seconds(self.turns, self.reference)
 
     @cached_property
-    def speedups(self) -> tuple[Speedup, Speedup]:
+    def speedups(self) -> tuple[Estimate, Estimate]:
         """The speedup with its interval over questions or pools, and that with its interval over passes."""
         return speedups(self.generations, self.reference, self.spec.unit)
 
     @cached_property
-    def decode_speedup(self) -> Speedup:
+    def decode_speedup(self) -> Estimate:
         """The speedup without the prefills of both arms, with its interval over questions or pools."""
         return speedups(self.generations, self.reference, self.spec.unit, with_prefill=False)[0]
 
@@ -118,7 +118,7 @@ def alignment_share(measured: MetricInput) -> float | None:
 
 def speedups(
     generations: pd.DataFrame, reference: str, unit: str, with_prefill: bool = True
-) -> tuple[Speedup, Speedup]:
+) -> tuple[Estimate, Estimate]:
     """The speedup with its interval over questions or pools, and that with its interval over passes.
 
     Args:
@@ -205,7 +205,7 @@ def distinct_4grams(records: list[dict]) -> float | None:
 
 
 def certificates(records: list[dict], key: str = "equivalence") -> dict[tuple[int, int], list[dict]]:
-    """Those of each judged answer, one for each repeat, by question and turn."""
+    """The certificates of every judged answer by (question id, turn), one for each repeat."""
     repeats_of: dict[tuple[int, int], list[dict]] = {}
     for record in records:
         for turn in record["turns"]:

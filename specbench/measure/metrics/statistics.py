@@ -23,11 +23,11 @@ Run = Sequence[Sequence[float]]  # the columns of `quotient`, [questions] or [ru
 
 
 @dataclass(frozen=True, slots=True)
-class Speedup:
-    """Sum of reference seconds / sum of method seconds, and the bounds of its 95 % interval.
+class Estimate:
+    """A number and the bounds of its 95 % interval: a speedup, another ratio of runs, or a share.
 
-    The bounds are None for fewer than 6 questions, or 2 pools. `freedom` are the degrees of freedom of their Student's
-    t; for a joined interval, by Welch and Satterthwaite.
+    The bounds are None for what needs no interval, and for fewer than 6 questions, or 2 pools. `freedom` are the
+    degrees of freedom of their Student's t; for a joined interval, by Welch and Satterthwaite.
     """
 
     value: float | None
@@ -67,7 +67,7 @@ def quotient(
         return above / (below + decoding * excess)
 
 
-def speedup(*run: Sequence[float], pools: Sequence | None = None, processes: Sequence[Run] = ()) -> Speedup:
+def speedup(*run: Sequence[float], pools: Sequence | None = None, processes: Sequence[Run] = ()) -> Estimate:
     """Ratio of sums, with a t-interval on the delete-one jackknife of its logarithm (Efron and Tibshirani 1993, 11).
 
     A question is dropped with all its times, so that what they share (a long answer) cancels. For times of 6 to 36
@@ -96,7 +96,7 @@ def speedup(*run: Sequence[float], pools: Sequence | None = None, processes: Seq
     return _jackknife([run], _only, pools, [sums])
 
 
-def over_passes(*run: Sequence[float]) -> Speedup:
+def over_passes(*run: Sequence[float]) -> Estimate:
     """Ratio of sums, with a t-interval over passes (or processes) on the same questions.
 
     It shows how far the figure would move if the same questions were measured again; others are not covered.
@@ -118,7 +118,7 @@ def ratio_of_means(
     second: Sequence[Run],
     pools: Sequence | None = None,
     processes: Sequence[Run] = (),
-) -> Speedup:
+) -> Estimate:
     """Mean of the ratios of the runs `second` / mean of those of the runs `first`, with an interval as in `speedup`.
 
     Each run holds the seconds of its own baseline and of the method, over the same questions in the same order: so that
@@ -165,7 +165,7 @@ def _jackknife(
     pools: Sequence | None,
     between: Sequence[np.ndarray] = (),
     least: int = LEAST_QUESTIONS,
-) -> Speedup:
+) -> Estimate:
     """A statistic of the runs' ratios, with the interval that `speedup` describes.
 
     Args:
@@ -182,10 +182,10 @@ def _jackknife(
     sums, count = [array.sum(axis=1, keepdims=True) for array in arrays], arrays[0].shape[1]
     ratios = [quotient(*total) for total in sums]
     if not _are_ratios(ratios):
-        return Speedup(None, None, None)
+        return Estimate(None, None, None)
     value = float(statistic(ratios)[0])
     if count < (least if pools is None else LEAST_POOLS):
-        return Speedup(value, None, None)
+        return Estimate(value, None, None)
     rests = [[quotient(*(total - array)) for total, array in zip(sums, arrays)]]
     for run, parts in enumerate(between):
         if parts.ndim == 2 and parts.shape[1] >= LEAST_PASSES:
@@ -196,7 +196,7 @@ def _jackknife(
     if pools is not None and len({*pools}) == 1 and len(rests) == 1 + len(runs):
         del rests[0]
     if not all(map(_are_ratios, rests)):
-        return Speedup(value, None, None)
+        return Estimate(value, None, None)
     from scipy.special import stdtrit  # late: who only reads a summary does not need it
 
     variances = np.array([_variance(statistic(rest)) for rest in rests])
@@ -204,10 +204,10 @@ def _jackknife(
     factor = float(np.exp(np.sqrt((variances * stdtrit(degrees, 0.5 + CONFIDENCE / 2) ** 2).sum())))
     spread = np.square(variances).sum()
     freedom = variances.sum() ** 2 / (np.square(variances) / degrees).sum() if spread else degrees.min()
-    return Speedup(value, value / factor, value * factor, float(freedom))
+    return Estimate(value, value / factor, value * factor, float(freedom))
 
 
-def widened(interval: Speedup, count: int) -> Speedup:
+def widened(interval: Estimate, count: int) -> Estimate:
     """A 95 % interval at the level that one of `count` intervals needs (Bonferroni), widened in its logarithm."""
     value, low, high, freedom = interval.value, interval.low, interval.high, interval.freedom
     if value is None or low is None or high is None:
@@ -217,7 +217,7 @@ def widened(interval: Speedup, count: int) -> Speedup:
     tail = (1 - CONFIDENCE) / 2
     t = stdtrit(np.inf if freedom is None else freedom, [1 - tail, 1 - tail / count])
     wider = float(t[1] / t[0])
-    return Speedup(value, value * (low / value) ** wider, value * (high / value) ** wider, freedom)
+    return Estimate(value, value * (low / value) ** wider, value * (high / value) ** wider, freedom)
 
 
 def _are_ratios(ratios: Sequence[np.ndarray]) -> bool:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from specbench.measure.metrics import summary as metrics
+from specbench.measure.metrics.summary import LATER_FACTS
 from specbench.system.settings import CONSTANT, TOKEN
 
 # What older runs did not record, with its value for them: None where it is unknown.
-OF_BOTH = dict.fromkeys((*metrics.LATER_FACTS, "engine")) | {"training": {}, "trained_weights": {}}
+OF_BOTH = dict.fromkeys((*LATER_FACTS, "engine")) | {"training": {}, "trained_weights": {}}
 LATER_FACTS = OF_BOTH | {"questions": None, "processor": None}
 LATER_CHOICES = {"verification": TOKEN, "draft_length": CONSTANT, "top_k": 0, "top_p": 1.0}
 LATER_DECODING = LATER_CHOICES | {"verify_width": None, "round_costs": None}

@@ -328,9 +328,9 @@ def finalise(run_dir: Path) -> dict:
         answers = spec_bench_answers(records, arm, config)
         write_atomic(run_dir / name, "".join(json.dumps(a, ensure_ascii=False) + "\n" for a in answers))
     _write_steps(run_dir / STEPS, records)
-    from specbench.measure.metrics import summary as metrics  # late: pandas takes a second to import
+    from specbench.measure.metrics.summary import summarise  # late: pandas takes a second to import
 
-    summary = finite(metrics.summary(records, read_json(run_dir / FACTS), config))
+    summary = finite(summarise(records, read_json(run_dir / FACTS), config))
     write_json(run_dir / SUMMARY, summary)
     return summary
 

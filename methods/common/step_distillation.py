@@ -1,8 +1,8 @@
 """Training on chained steps: a drafting model learns on its own outputs, as drafts take them (training-time test).
 
-At each position of a text some steps of a draft are taken on the tokens that follow (`methods.eagle.chain`). Step j
-costs the cross-entropy against the target's own distribution, times decay^j (Li et al. 2025, section 3.2). A step
-counts in the loss if the guessed token is the assistant's.
+At each position of a text some steps of a draft are taken on the tokens that follow (`methods.common.chained_steps`).
+Step j costs the cross-entropy against the target's own distribution, times decay^j (Li et al. 2025, section 3.2). A
+step counts in the loss if the guessed token is the assistant's.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from methods.common.chained_steps import chained
 from methods.common.losses import (
     ALL,
     Distribution,
@@ -24,7 +25,6 @@ from methods.common.losses import (
     teacher_of,
 )
 from methods.common.training import agreements, target_states
-from methods.eagle.chain import chained
 from specbench.decoding.state import NORMED
 
 if TYPE_CHECKING:
