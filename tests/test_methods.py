@@ -73,7 +73,7 @@ def check(monkeypatch, tmp_path, *settings: str, accepts: bool) -> None:
     monkeypatch.setattr(bandwidth, "bandwidth", lambda device: 1e9)
     monkeypatch.setattr(warm_up, "TOKENS", 8)
     monkeypatch.setattr(certify, "NOISE_TOKENS", 8)
-    monkeypatch.setattr(runner, "warmup_questions", lambda data: warmup_questions(data)[:1])
+    monkeypatch.setattr(runner, "warmup_questions", lambda *of: warmup_questions(*of)[:1])
     limits = ["pair.device=cpu", f"runs_root={tmp_path}", "data.limit=1", "repeats=1", "remeasure=0"]
     limits += ["decoding.max_new_tokens=12", f"generate={not accepts}"]
     cfg = composed("bench", *settings, *limits)

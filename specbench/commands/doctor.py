@@ -43,7 +43,9 @@ def examine(cfg: DictConfig) -> int:
         )
     use_threads(cfg.threads, None)
     pair = load_pair(pair_for(cfg.pair, needs), cfg.seed, with_draft=needs.draft_model, trimmed=spec.trimmed)
-    protocol = Protocol(pair, SamplingParams(TOKENS), cfg.protocol, cfg.seed, warmup_questions(cfg.data))
+    protocol = Protocol(
+        pair, SamplingParams(TOKENS), cfg.protocol, cfg.seed, warmup_questions(cfg.data, cfg.task)
+    )
     # A wrapper's own drafts reveal nothing about the weights and states of the wrapped drafter.
     inner = spec.drafter.get(WRAPPED)
     drafter = inner if inner and inner["name"] != "none" else spec.drafter

@@ -89,7 +89,7 @@ def trial_config(overrides: list[str]) -> DictConfig:
         for key in OWN:
             del cfg[key]
         # A task may have no warm-up questions of its kind.
-        if cfg.task.name not in {question.task for question in warmup_questions(cfg.data)}:
+        if cfg.task.name not in {question.task for question in warmup_questions(cfg.data, cfg.task)}:
             cfg.task.name, cfg.task.tasks = EVERY, TASKS
     cfg.data.path, cfg.data.sha256, cfg.data.split = cfg.data.warmup or WARMUP, None, None
     cfg.data.name = f"{cfg.data.name}_warmup"

@@ -131,7 +131,7 @@ def check(cfg: DictConfig, asks: bool = True) -> RunSpec:
     if cfg.pair.init == "expanded":
         expand.check(cfg.pair, draft_source(cfg.pair, spec.needs))
     load_questions(cfg.data, cfg.task)
-    warmup_questions(cfg.data)
+    warmup_questions(cfg.data, cfg.task)
     if asks and cfg.pair.init == "pretrained" and cfg.data.path in embedded_files():
         warn_of_world(cfg.pair_file.name)
     check_warm(spec.drafter, cfg.data, cfg.task)

@@ -218,8 +218,8 @@ def parse(row: dict) -> Messages:
     message out of turn or without text. A leading system message is kept. `complete: false` marks an answer that was
     cut at its cap.
     """
-    if "messages" in row:
-        # Null in a table that has the column: the same as a missing key.
+    # Null in a table that has the column is the same as a missing key.
+    if "messages" in row and row["messages"] is not None:
         messages = [(m["role"], m["content"], m.get("complete") is not False) for m in row["messages"]]
     else:
         messages = [(ROLES.get(m["from"], m["from"]), m["value"], True) for m in row["conversations"]]

@@ -61,13 +61,15 @@ def file_questions(data: Mapping, task: Mapping, path: Path | None = None) -> li
     return read_questions(path, task["tasks"])
 
 
-def warmup_questions(data: Mapping) -> list[Question]:
+def warmup_questions(data: Mapping, task: Mapping | None = None) -> list[Question]:
     """Questions to warm up with, outside the measured set: those of `data.warmup`, else the embedded ones.
 
-    The file has the schema of the measured questions.
+    Args:
+        data: whose file has the schema of the measured questions.
+        task: whose categories it may have beside Spec-Bench's; None: these alone.
     """
     path = existing_file(data["warmup"] or WARMUP, "data.warmup")
-    if not (questions := file_questions(data, {"tasks": {}}, path)):
+    if not (questions := file_questions(data, task or {"tasks": {}}, path)):
         raise UserError(f"data.warmup: {path} holds no question")
     return questions
 

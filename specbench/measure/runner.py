@@ -95,7 +95,7 @@ def prepare(cfg: DictConfig, scheduler: Scheduler | None = None) -> Bench:
     sizes = measured.verify_tokens, measured.scheduler.slots
     setup = Setup(pair, target, drafter, arms, spec, *sizes, engines=engines)
     decoding = SamplingParams.from_settings(cfg.decoding)
-    protocol = Protocol(pair, decoding, cfg.protocol, cfg.seed, warmup_questions(cfg.data))
+    protocol = Protocol(pair, decoding, cfg.protocol, cfg.seed, warmup_questions(cfg.data, cfg.task))
     return Bench(
         setup,
         protocol,

@@ -55,7 +55,7 @@ def prepare_served(cfg: DictConfig, spec: RunSpec) -> Bench:
     chosen = {"drafter": spec.drafter, "threads": threads, "batch_size": spec.batch_size}
     served = make(pair=pair, **chosen, **parameters(spec.engine))
     check_staged(pair.staged, pair.sample_ids())  # after the models were written: it packs their weights
-    protocol = Protocol(pair, decoding, cfg.protocol, cfg.seed, warmup_questions(cfg.data))
+    protocol = Protocol(pair, decoding, cfg.protocol, cfg.seed, warmup_questions(cfg.data, cfg.task))
     served.open(protocol.warm_up_requests(HANDSHAKE_TOKENS))
     loop = Engine(pair.staged, Drafter(), pair.stop_ids, None, pair.context_length)
     arms = {BASELINE: served.plain, METHOD: served.speculative, AGAIN: served.plain, OWN_LOOP: loop.rounds}

@@ -200,7 +200,7 @@ class Source:
         if any(parameter.is_meta for parameter in model.parameters()):  # left on the disk by accelerate
             raise UserError(f"'{self.name}' does not fit into the memory of the devices of this machine")
         if layers is not None:
-            if not 0 < layers <= (depth := model.config.num_hidden_layers):
+            if not 0 < layers <= (depth := model.config.get_text_config().num_hidden_layers):
                 raise UserError(
                     f"pair.draft_layers is {layers}, and '{self.name}' has {depth} layers: "
                     "set pair.draft_layers=null for all of them"

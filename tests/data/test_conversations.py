@@ -190,6 +190,13 @@ def test_packing_keeps_every_row_that_fits_whole(lengths):
     assert sum(len(b["input_ids"]) for b in batches) == len(packed)
 
 
+def test_a_column_of_the_other_form_may_be_null():
+    said = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    assert parse({"messages": None, "conversations": said}) == parse({"conversations": said}) != []
+    with pytest.raises(KeyError):
+        parse({"messages": None})
+
+
 def test_an_answer_that_was_cut_has_no_stop_token_to_learn(tmp_path):
     pair = load_pair(save_pair(tmp_path), 0, with_draft=False)
     row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}

@@ -228,6 +228,14 @@ def test_packaged_paths_do_not_depend_on_the_working_directory(monkeypatch, tmp_
     assert packaged("mine.jsonl") == Path("mine.jsonl")
 
 
+def test_warmup_questions_may_be_of_the_categories_that_the_task_names(file):
+    own = file(line(5, "rust"))
+    [question] = warmup_questions(data(warmup=own), {"name": "code", "tasks": {"code": ["rust"]}})
+    assert question.task == "code"
+    with pytest.raises(UserError, match="unknown category 'rust'"):
+        warmup_questions(data(warmup=own))
+
+
 def test_warmup_questions_come_from_their_own_file(file):
     assert [q.question_id for q in warmup_questions(data(warmup=file(line(5))))] == [5]
     with pytest.raises(UserError, match=r"data\.warmup: .* holds no question"):

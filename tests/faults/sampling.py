@@ -23,7 +23,7 @@ FAULTS = (
         "after the accepted tokens of a sampled chain come places that were not drawn",
         "sampling",
         f"{D}/acceptance.py",
-        "if numbers is None and decoding.verification != TYPICAL:",
+        "if uniforms is None and decoding.verification != TYPICAL:",
         "if decoding.verification != TYPICAL:",
         ("tests/decoding/test_acceptance.py", "tests/methods/test_eagle.py"),
     ),

@@ -76,6 +76,32 @@ def test_checksums_of_weights_on_disk(tmp_path, monkeypatch):
     assert "engine.draft" not in of_engine
 
 
+def test_another_chat_template_or_tokenizer_is_a_difference(tmp_path):
+    """Prompts depend on them: a run must not go on with others."""
+    target, other = tmp_path / "target", tmp_path / "other"
+    for folder in (target, other):
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+        (folder / "tokenizer.model").write_text("pieces")
+
+    def state(tokenizer: str | None = None) -> dict:
+        weights = provenance.weights(PAIR | {"target": str(target), "tokenizer": tokenizer}, {})
+        return {"weights": weights}
+
+    def differs(before: dict, after: dict) -> bool:
+        return bool(provenance.differences(before, after, ["weights"]))
+
+    first, beside = state(), state(str(other))
+    assert not differs(first, state())
+    (target / "chat_template.jinja").write_text("a template")
+    second = state()
+    assert differs(first, second) and not differs(beside, state(str(other)))
+    (target / "chat_template.jinja").write_text("another")
+    assert differs(second, state()) and not differs(beside, state(str(other)))
+    (other / "tokenizer.model").write_text("other pieces")
+    assert differs(beside, state(str(other)))
+
+
 def test_engines_with_other_files_or_interpreters_do_not_compare():
     def run(digest: str, python: str | None) -> dict:
         files = {"engine.target": {"source": "x.gguf", "files": {"x.gguf": digest}}}

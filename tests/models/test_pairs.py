@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -185,6 +186,13 @@ def test_a_cut_model_keeps_what_its_own_layers_are_like():
     assert len(short.config.layer_types) == 3
     assert short.config.eos_token_id == stops, "as many stop tokens as layers"
     assert whole.config.no_rope_layers == uses_rope
+
+
+def test_a_model_that_also_sees_is_not_cut():
+    """Its layers have names of their own, and so has its vision tower."""
+    composite = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: None))
+    with pytest.raises(UserError, match="more than a language model"):
+        cut(composite, [0])
 
 
 def test_prompt_has_one_bos_and_survives_the_way_back(cfg):

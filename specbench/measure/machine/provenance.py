@@ -72,6 +72,9 @@ SAME_RUN = (
     "engine_version",
 )
 
+# How the files of a model end, and those of a tokenizer that are none of these.
+OF_WEIGHTS = (".safetensors", ".bin", ".pt", ".json")
+OF_TOKENIZERS = (".jinja", ".model", ".txt", "tokenizer.json", "tokenizer_config.json")
 NO_DIFF = hashlib.sha256(b"").hexdigest()  # of the code from its commit
 
 
@@ -199,8 +202,8 @@ def weights(pair: Mapping, method: Mapping, engine: Mapping | None = None) -> di
         engine: settings of another engine, which may have files of its own.
 
     Returns:
-        Facts by "target", "draft", "parts.<name>" (those that the drafter names), "method.<name>", "engine.target",
-        "engine.draft"; without secrets.
+        Facts by "target", "draft", "tokenizer" (of a folder, with its chat template), "parts.<name>" (those that the
+        drafter names), "method.<name>", "engine.target", "engine.draft"; without secrets.
     """
     sources = {"target": pair["target"], "draft": pair["draft"]}
     named = dict(_paths(method))
@@ -214,13 +217,17 @@ def weights(pair: Mapping, method: Mapping, engine: Mapping | None = None) -> di
     sources |= folders
     sources |= {f"engine.{name}": (engine or {}).get(name) for name in ("target", "draft")}
     packages = pair.get("packages", {})
-    return without_secrets(
-        {
-            name: _weights(source, pair.get(f"{name}_revision"), packages)
-            for name, source in sources.items()
-            if source is not None
-        }
-    )
+    facts = {
+        name: _weights(source, pair.get(f"{name}_revision"), packages)
+        for name, source in sources.items()
+        if source is not None
+    }
+    tokenizer = pair.get("tokenizer") or pair["target"]
+    in_folder = not is_package(tokenizer) and packaged(tokenizer).is_dir()
+    # Left out if there are none: as weights that are not there, whose arrival is no difference.
+    if files := _checksums(packaged(tokenizer), OF_TOKENIZERS) if in_folder else {}:
+        facts["tokenizer"] = {"source": tokenizer, "files": files}
+    return without_secrets(facts)
 
 
 def trained(pair: Mapping, drafting: Mapping, with_draft: bool) -> dict[str, dict]:
@@ -285,15 +292,18 @@ def _floats(file: Path) -> int:
         return sum(math.prod(one.get_shape()) for one in slices if "F" in one.get_dtype())
 
 
+def _checksums(path: Path, endings: tuple[str, ...]) -> dict[str, str]:
+    """The checksum of a file, or of the files in a folder that end so, by name."""
+    files = (
+        [path] if path.is_file() else sorted(file for file in path.iterdir() if file.name.endswith(endings))
+    )
+    return {file.name: file_sha256(file) for file in files}
+
+
 def _weights(source: str, revision: str | None, packages: Mapping) -> dict:
     path = described(source, packages).path if is_package(source) else packaged(source)
     if path.exists():
-        files = (
-            [path]
-            if path.is_file()
-            else sorted(p for p in path.iterdir() if p.suffix in (".safetensors", ".bin", ".pt", ".json"))
-        )
-        return {"source": source, "files": {file.name: file_sha256(file) for file in files}}
+        return {"source": source, "files": _checksums(path, OF_WEIGHTS)}
     if is_path(source):  # of a part that the method at hand may not need
         return {"source": source, "files": {}}
     cached = try_to_load_from_cache(source, "config.json", revision=revision)
