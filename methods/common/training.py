@@ -354,8 +354,8 @@ def target_states(target: StagedModel, batch: Batch, taps: Iterable[int]) -> dic
     if any(name.startswith(HIDDEN) for name in batch):
         raise UserError(
             f"the stored states lack the depths {sorted(missing)}, which this trainer reads: "
-            f"make them with `specbench states taps=[{','.join(map(str, sorted(taps)))}]`, and give train_part the "
-            "same taps"
+            f"make them with `specbench states taps=[{','.join(map(str, sorted(taps)))}]`, or set a depth that they "
+            "have, if this training has a setting for it (`exit_layer`, `taps`)"
         )
     with torch.no_grad():
         return states_of(target.model.get_decoder(), batch["input_ids"], taps)
