@@ -164,10 +164,12 @@ class Checkpoint:
         if problems or not state:
             raise self.unfit("; ".join(sorted(problems)) or "there is no tensor")
 
-    def fill(self, model: torch.nn.Module) -> None:
-        """Loads the tensors into a model by name. Raises UserError as `check_tensors` if they do not fit."""
-        self.check_tensors({name: tensor.shape for name, tensor in model.state_dict().items()})
-        model.load_state_dict(self.state)
+    @torch.no_grad()
+    def fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Copies the file's tensors into those of a model, by name. Raises UserError as `check_tensors`."""
+        self.check_tensors({name: tensor.shape for name, tensor in tensors.items()})
+        for name, tensor in tensors.items():
+            tensor.copy_(self.state[name])
 
     def draft_token_ids(self, vocab_size: int, vocab: int) -> torch.Tensor:
         """Removes the mapping of a draft vocabulary from the tensors.

@@ -109,7 +109,7 @@ def load_blocks(folder: str | Path, target: StagedModel, expansion: Expansion | 
     copies = (EMBEDDING, HEAD) if token_ids is None else (EMBEDDING,)
     checkpoint.drop_copies(target, expansion, copies)
     model = BlockModel(config, taps, token_ids)
-    checkpoint.fill(model)
+    checkpoint.fill(model.state_dict())
     if not 0 <= config.mask_token_id < target.embed_tokens.weight.shape[0]:
         raise checkpoint.foreign(f"it has no token {config.mask_token_id}")
     if expansion is not None:

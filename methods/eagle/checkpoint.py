@@ -55,7 +55,7 @@ def load_eagle(
     checkpoint.check_target(target, expansion)
     _drop_embedding(checkpoint, target)
     model = EagleModel(checkpoint.config(LlamaConfig, settings | _layer_settings(settings, state)))
-    checkpoint.fill(model)
+    checkpoint.fill(model.state_dict())
     if expansion is not None:
         model = _expanded(model.float(), target, expansion)
     return ready(model, target), settings

@@ -114,7 +114,7 @@ def load_eagle3(
     if config.mask_token_id is not None and not 0 <= config.mask_token_id < vocab:
         raise checkpoint.foreign(f"no token {config.mask_token_id}")
     model = Eagle3Model(config, read, token_ids)
-    checkpoint.fill(model)
+    checkpoint.fill(model.state_dict())
     if expansion is not None:
         model = _expanded(model.float(), target, expansion)
     return ready(model, target)

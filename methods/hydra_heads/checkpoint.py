@@ -160,11 +160,10 @@ def _state(heads: Heads) -> dict[str, torch.Tensor]:
     return state
 
 
-@torch.no_grad()
 def _fill(checkpoint: Checkpoint, heads: Heads) -> None:
     """Loads a checkpoint's tensors into heads. Raises UserError as `load_heads`."""
-    tensors, state = _state(heads), checkpoint.state
-    checkpoint.check_tensors({name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    checkpoint.fill(_state(heads))
+    state = checkpoint.state
     for i in range(heads.heads):
         blocks, _ = _names(heads.prefix is not None, i, heads.layers)
         for leaf in ("weight", "bias"):
@@ -172,8 +171,6 @@ def _fill(checkpoint: Checkpoint, heads: Heads) -> None:
             for name in tied[1:]:
                 if not torch.equal(state[name], state[tied[0]]):
                     raise checkpoint.unfit(f"{name} differs from {tied[0]}, though both are the same block")
-    for name, tensor in tensors.items():
-        tensor.copy_(state[name])
 
 
 @torch.no_grad()

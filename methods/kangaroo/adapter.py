@@ -94,7 +94,7 @@ def load_adapter(folder: str | Path, target: StagedModel, expansion: Expansion |
     checkpoint = read_checkpoint(folder, WHAT, FILES)
     checkpoint.check_target(target, expansion)
     adapter = Adapter(checkpoint.config(LlamaConfig, checkpoint.settings))
-    checkpoint.fill(adapter)
+    checkpoint.fill(adapter.state_dict())
     if expansion is not None:
         adapter = _expanded(adapter.float(), target, expansion)
     return ready(adapter, target)

@@ -125,6 +125,7 @@ def save_for_vllm(
     write_checkpoint(folder, settings, state, dtype)
 
 
+@torch.no_grad()
 def _state(heads: MedusaHeads, block: str, output: str) -> State:
     """The tensors of heads, by patterns of the names of head i's block and output matrix."""
     state = {}
@@ -201,9 +202,5 @@ def _assembled(checkpoint: Checkpoint, hidden: int) -> MedusaHeads:
     if "0.0.linear.weight" in state:
         checkpoint.check_width(state["0.0.linear.weight"].shape[0], hidden)
     heads = MedusaHeads(count, hidden, (vocab or 0) if has_outputs else None)
-    with torch.no_grad():
-        tensors = _state(heads, "{}.0.linear.", "{}.1.")
-        checkpoint.check_tensors({name: tuple(tensor.shape) for name, tensor in tensors.items()})
-        for name, tensor in tensors.items():
-            tensor.copy_(state[name])
+    checkpoint.fill(_state(heads, "{}.0.linear.", "{}.1."))
     return heads

@@ -80,7 +80,7 @@ def load_mtp(folder: str | Path, target: StagedModel, expansion: Expansion | Non
     reads = flat.get(READS) or (BEFORE if flat.get("speculators_model_type") else NORM)
     config = checkpoint.config(Qwen3Config, _layer_settings(flat))
     model = MtpModel(config, NORMED if reads == NORM else len(target.layers))
-    checkpoint.fill(model)
+    checkpoint.fill(model.state_dict())
     if expansion is not None:
         model = _expanded(model.float(), target)
     return ready(model, target)

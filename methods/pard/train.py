@@ -122,8 +122,9 @@ def train(cfg: DictConfig) -> Path:
     pair = pair_to_train(cfg)
     draft = draft_of(pair)
     check_window(cfg, draft)
-    mask = mask_to_fill(cfg, pair, draft.config.get_text_config().vocab_size)
-    setattr(draft.config, MASK, mask)
+    config = draft.config.get_text_config()
+    mask = mask_to_fill(cfg, pair, config.vocab_size)
+    setattr(config, MASK, mask)
     shares = cfg.retention, cfg.least_retention
     module = ParallelDistillation(draft, pair.staged, mask, cfg.tokens_ahead, *shares, Loss.of(cfg))
 

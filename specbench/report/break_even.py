@@ -44,14 +44,17 @@ def break_evens(summaries: Iterable[Mapping]) -> dict[str, Curve]:
     Of identical runs the last counts. A draft length and batch size with a single acceptance has no entry.
     """
     chosen = [summary for summary in summaries if _has_acceptance(summary)]
-    places = [(*_place(summary), _settings(summary)[ACCEPTANCE]) for summary in chosen]
+    places = [
+        (cast("int", draft_length(one)), one["batch_size"], _settings(one)[ACCEPTANCE]) for one in chosen
+    ]
     names = line_names([*map(_reduced, chosen)], places, without=("pair", "limit"))
     speedups: dict[str, dict[tuple[int, int], dict[float, Mapping]]] = {}
-    for label, pair, summary in zip(names, pair_names(chosen), chosen):
-        settings, at = _settings(summary), _place(summary)
-        cost = settings.get(COST)
+    for label, pair, place, summary in zip(names, pair_names(chosen), places, chosen):
+        length, batch_size, acceptance = place
+        cost = _settings(summary).get(COST)
         name = f"{label}{f' at the cost of {cost}' if cost else ''}, {pair}"
-        speedups.setdefault(name, {}).setdefault(at, {})[settings[ACCEPTANCE]] = summary["overall"]
+        of_name = speedups.setdefault(name, {})
+        of_name.setdefault((length, batch_size), {})[acceptance] = summary["overall"]
     curves = {
         name: {at: _of_runs(of_name[at], at[0]) for at in sorted(of_name) if len(of_name[at]) > 1}
         for name, of_name in speedups.items()
@@ -103,11 +106,6 @@ def _of_runs(overall: Mapping[float, Mapping], drafted: int) -> BreakEven:
 
     value = cast("float", at("speedup"))  # every run has one
     return BreakEven(value, at("speedup_high"), at("speedup_low"), (min(overall), max(overall)))
-
-
-def _place(summary: Mapping) -> tuple[int, int]:
-    """Draft length and batch size."""
-    return cast("int", draft_length(summary)), summary["batch_size"]
 
 
 def _settings(summary: Mapping) -> dict:

@@ -191,8 +191,8 @@ def test_packing_keeps_every_row_that_fits_whole(lengths):
 
 
 def test_a_column_of_the_other_form_may_be_null():
-    said = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
-    assert parse({"messages": None, "conversations": said}) == parse({"conversations": said}) != []
+    messages = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    assert parse({"messages": None, "conversations": messages}) == parse({"conversations": messages}) != []
     with pytest.raises(KeyError):
         parse({"messages": None})
 

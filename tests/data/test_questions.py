@@ -229,11 +229,11 @@ def test_packaged_paths_do_not_depend_on_the_working_directory(monkeypatch, tmp_
 
 
 def test_warmup_questions_may_be_of_the_categories_that_the_task_names(file):
-    own = file(line(5, "rust"))
-    [question] = warmup_questions(data(warmup=own), {"name": "code", "tasks": {"code": ["rust"]}})
+    warmup = file(line(5, "rust"))
+    [question] = warmup_questions(data(warmup=warmup), {"name": "code", "tasks": {"code": ["rust"]}})
     assert question.task == "code"
     with pytest.raises(UserError, match="unknown category 'rust'"):
-        warmup_questions(data(warmup=own))
+        warmup_questions(data(warmup=warmup))
 
 
 def test_warmup_questions_come_from_their_own_file(file):

@@ -121,6 +121,6 @@ def test_a_part_that_is_ready_has_no_gradients_and_packed_products():
 def test_every_tensor_that_does_not_fit_is_named():
     model, state = torch.nn.Linear(4, 3), {"weight": torch.ones(3, 5), "more": torch.ones(1)}
     with pytest.raises(UserError, match=r"missing bias; unknown more; weight is \(3, 5\), not \(3, 4\)"):
-        part(state).fill(model)
-    part({"weight": torch.ones(3, 4), "bias": torch.zeros(3)}).fill(model)
+        part(state).fill(model.state_dict())
+    part({"weight": torch.ones(3, 4), "bias": torch.zeros(3)}).fill(model.state_dict())
     assert bool((model.weight == 1).all()) and not model.bias.any()

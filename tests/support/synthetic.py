@@ -12,9 +12,9 @@ from specbench.config.spec import RunSpec
 from specbench.measure.machine.speed import BANDWIDTH, OPERATIONS, PRODUCT
 from specbench.measure.metrics.dataframes import generations_frame, steps_frame
 from specbench.measure.metrics.metrics import METRICS, MetricInput, numbers
-from specbench.measure.records.migrate import OF_FACTS, migrated_config
+from specbench.measure.records.migrate import LATER_OF_FACTS, migrated_config
 
-FACTS = OF_FACTS | {
+FACTS = LATER_OF_FACTS | {
     "target_pass_bytes": 1000,
     "dtype": "float32",
     "device": "cpu",

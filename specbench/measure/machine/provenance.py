@@ -72,9 +72,10 @@ SAME_RUN = (
     "engine_version",
 )
 
-# How the files of a model end, and those of a tokenizer that are none of these.
+# How the files of a model end, those beside them of its tokenizer, and all of a tokenizer in a folder of its own.
 OF_WEIGHTS = (".safetensors", ".bin", ".pt", ".json")
-OF_TOKENIZERS = (".jinja", ".model", ".txt", "tokenizer.json", "tokenizer_config.json")
+BESIDE_WEIGHTS = (".jinja", ".model", ".txt")
+OF_TOKENIZERS = (*BESIDE_WEIGHTS, "tokenizer.json", "tokenizer_config.json")
 NO_DIFF = hashlib.sha256(b"").hexdigest()  # of the code from its commit
 
 
@@ -223,9 +224,10 @@ def weights(pair: Mapping, method: Mapping, engine: Mapping | None = None) -> di
         if source is not None
     }
     tokenizer = pair.get("tokenizer") or pair["target"]
+    endings: tuple[str, ...] = OF_TOKENIZERS if pair.get("tokenizer") else BESIDE_WEIGHTS
     in_folder = not is_package(tokenizer) and packaged(tokenizer).is_dir()
     # Left out if there are none: as weights that are not there, whose arrival is no difference.
-    if files := _checksums(packaged(tokenizer), OF_TOKENIZERS) if in_folder else {}:
+    if files := _checksums(packaged(tokenizer), endings) if in_folder else {}:
         facts["tokenizer"] = {"source": tokenizer, "files": files}
     return without_secrets(facts)
 

@@ -10,7 +10,7 @@ from specbench.system.settings import CONSTANT, TOKEN
 
 # What older runs did not record, with its value for them: None where it is unknown.
 OF_BOTH = dict.fromkeys((*LATER_FACTS, "engine")) | {"training": {}, "trained_weights": {}}
-OF_FACTS = OF_BOTH | {"questions": None, "processor": None}
+LATER_OF_FACTS = OF_BOTH | {"questions": None, "processor": None}
 LATER_CHOICES = {"verification": TOKEN, "draft_length": CONSTANT, "top_k": 0, "top_p": 1.0}
 LATER_DECODING = LATER_CHOICES | {"verify_width": None, "round_costs": None}
 LATER = dict.fromkeys(
@@ -30,7 +30,7 @@ LATER_COUNTS = dict.fromkeys(("tie_margin", "tie_noise"))
 
 def migrated_facts(facts: dict) -> dict:
     """The content of facts.json with all of today's facts."""
-    return OF_FACTS | facts
+    return LATER_OF_FACTS | facts
 
 
 def migrated_config(config: dict) -> dict:
