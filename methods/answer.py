@@ -17,14 +17,14 @@ from tqdm import tqdm
 
 from specbench.config.compose import program
 from specbench.data.conversations import Messages, check_conversations, conversations
-from specbench.data.training import data_of, questions_of
+from specbench.data.training_folder import data_of, questions_of
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.sampling import SamplingParams, answer_seed
 from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.state import Request
-from specbench.models.names import answer_facts
 from specbench.models.pairs import Pair, load_pair
+from specbench.models.weight_files import answer_facts
 from specbench.system.errors import UserError, file_errors
 from specbench.system.files import (
     check_settings,

@@ -18,11 +18,11 @@ from functools import partial
 from pathlib import Path
 
 from methods.common.build import Step, run_all
+from methods.common.stored_states import RECORD as STATES
 from methods.parts import arguments
 from methods.sps_tree.drafter import FILE as TREE
-from methods.states import RECORD as STATES
 from specbench.data.conversations import HELD_OUT_EVERY
-from specbench.data.training import RECORD
+from specbench.data.training_folder import RECORD
 from specbench.report.cells import console
 from specbench.system.arguments import Parser
 from specbench.system.errors import one_line_errors

@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 from omegaconf import OmegaConf
 
 from methods.common.build import Step, run_all
-from methods.states import RECORD as STATES
-from methods.states import check_context
+from methods.common.stored_states import RECORD as STATES
+from methods.common.stored_states import check_context
 from specbench.config.checks import check_sources
 from specbench.config.compose import program, words_of_pair
 from specbench.config.overrides import quoted
 from specbench.data.conversations import check_prompt_weight, check_source
-from specbench.data.training import RECORD, training_pair
+from specbench.data.training import training_pair
+from specbench.data.training_folder import RECORD
 from specbench.decoding.state import NORMED
 from specbench.models.pairs import load_pair
 from specbench.system.errors import UserError

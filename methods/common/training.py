@@ -13,7 +13,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from methods.common.losses import Guess, Head, Loss, first_choices, teacher_of
-from methods.states import (
+from methods.common.stored_states import (
     FINALS,
     HIDDEN,
     arrays_for,
@@ -36,6 +36,7 @@ from specbench.data.conversations import (
     watched,
 )
 from specbench.data.training import training_pair
+from specbench.data.training_folder import check_stopped, is_finished, saved
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.anatomy import window_of
@@ -97,11 +98,11 @@ def trainer(kinds: Mapping[str, Any]) -> Callable[[Trainer], Trainer]:
     def decorate(train: Trainer) -> Trainer:
         @wraps(train)
         def checked(cfg: DictConfig) -> Path:
-            with stoppable(lambda: training.saved(cfg)):
+            with stoppable(lambda: saved(cfg)):
                 check_trainer(cfg, kinds)
-                if training.is_finished(cfg):
+                if is_finished(cfg):
                     return Path(cfg.out)
-                training.check_stopped(cfg)
+                check_stopped(cfg)
                 return train(cfg)
 
         return checked

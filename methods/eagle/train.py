@@ -33,7 +33,7 @@ from methods.common.training import (
     trainer,
 )
 from specbench.config.compose import program
-from specbench.data.training import saved
+from specbench.data.training_folder import saved
 from specbench.system.errors import UserError
 from specbench.system.settings import Count
 

@@ -23,7 +23,7 @@ from methods.common.initialisation import begin_like, least_squares, scale_of, s
 from methods.common.losses import ALL, Head, Loss
 from methods.common.training import SETTINGS, batches_on, check_length, finals_of, target_pair, trainer
 from specbench.config.compose import program
-from specbench.data.training import saved
+from specbench.data.training_folder import saved
 from specbench.system.settings import Count
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from methods.common.step_distillation import StepDistillation
 from methods.common.training import SETTINGS, batches_on, check_length, target_pair, train_part, trainer
 from methods.eagle.train import pairs_of
 from specbench.config.compose import program
-from specbench.data.training import saved
+from specbench.data.training_folder import saved
 from specbench.system.settings import Count, Probability
 
 if TYPE_CHECKING:

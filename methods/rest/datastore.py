@@ -16,7 +16,7 @@ import numpy as np
 from methods.common.counted_trees import Counted, likeliest, most_frequent
 from methods.common.suffix_array import READ, Index, Interval, suffix_array
 from methods.common.vocab_map import tokenizer_checksum
-from specbench.data.training import DATASTORE
+from specbench.data.training_folder import DATASTORE
 from specbench.system.errors import UserError, file_errors
 from specbench.system.files import file_sha256, make_folder
 from specbench.system.paths import packaged

@@ -17,7 +17,7 @@ from specbench.config.compose import program
 from specbench.data.contamination import MeasuredTexts
 from specbench.data.conversations import check_source, own_text, read, tokenizer_of, whole_ids
 from specbench.data.questions import file_questions, find_questions_file
-from specbench.data.training import data_of
+from specbench.data.training_folder import data_of
 from specbench.models.pairs import load_pair
 from specbench.system.errors import UserError, stoppable
 from specbench.system.files import file_sha256

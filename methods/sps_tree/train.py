@@ -24,7 +24,7 @@ from methods.common.training import Answered, answered
 from methods.sps_tree.drafter import FILE
 from specbench.config.compose import program
 from specbench.data.conversations import check_conversations, count_left_out
-from specbench.data.training import questions_of
+from specbench.data.training_folder import questions_of
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.models.pairs import draft_of, load_pair
 from specbench.system.errors import UserError, stoppable

@@ -21,7 +21,7 @@ from methods.common.training import answered
 from methods.common.vocab_map import always_kept, rank, save_vocab_map
 from specbench.config.compose import program
 from specbench.data.conversations import check_conversations, conversations, count_left_out
-from specbench.data.training import questions_of
+from specbench.data.training_folder import questions_of
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.models.pairs import Pair, draft_of, load_pair
 from specbench.system.errors import UserError, stoppable

@@ -27,7 +27,7 @@ from specbench.data.contamination import BenchmarkNgrams
 from specbench.data.conversations import HELD_OUT_EVERY
 from specbench.data.questions import file_questions, questions_sha256
 from specbench.data.synthesis import Filters, Kind, Material, kinds_of, loop_start
-from specbench.models.names import answer_facts
+from specbench.models.weight_files import answer_facts
 from specbench.report.cells import console
 from specbench.system.errors import UserError, file_errors, stoppable
 from specbench.system.files import check_same, lock_file, make_folder, refuse_foreign, whole_lines

@@ -53,7 +53,7 @@ def sizes_made_for(folder: str, part: str) -> tuple[dict[str, int], str]:
         folder: of the part; a missing one yields no sizes.
         part: its name. The config.json of this project's parts names the width of the target.
     """
-    from specbench.data.training import CONDITIONS  # late: a misspelt name need not wait for torch
+    from specbench.data.training_folder import CONDITIONS  # late: the hub's client takes a second
 
     sizes: dict[str, int] = {}
     if part in base_pair()["parts"]:

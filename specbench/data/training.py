@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -19,13 +18,21 @@ import torch
 from safetensors import SafetensorError
 from tqdm import tqdm
 
-from specbench.data.contamination import stages
-from specbench.data.conversations import count_left_out
-from specbench.data.questions import questions_sha256
+from specbench.data.training_folder import (
+    CONDITIONS,
+    LOG,
+    RECORD,
+    check_same_training,
+    conditions,
+    is_finished,
+    left_out_of,
+    newest_state,
+    record_of,
+    stages_of,
+    steps_of,
+)
 from specbench.system.errors import UserError, file_errors
-from specbench.system.files import file_sha256, finite, lock_folder, make_folder, read_json, write_json
-from specbench.system.paths import packaged
-from specbench.system.settings import plain
+from specbench.system.files import finite, lock_folder, make_folder, write_json
 from specbench.system.threads import Threads, use_threads
 
 if TYPE_CHECKING:
@@ -36,13 +43,6 @@ if TYPE_CHECKING:
 
 Batch = dict[str, torch.Tensor]
 
-LOG, CONDITIONS, RECORD = "train_log.jsonl", "conditions.json", "training.json"
-DATASTORE = "datastore.json"  # the record of a part that is a text to look up in, not weights
-STATES = "states.json"  # the record of a target's stored states
-# Settings that may change before a training resumes; of the text, only the content matters, not the path.
-FREE = ("out", "save_every", "save_dtype", "conversations", "states", "data", "task")
-# Likewise, keys of the pair: those for device and speed, and the parts trained so far.
-FREE_OF_PAIR = ("parts", "limit", "max_new_tokens", "graphs", "compile", "device", "device_map")
 PLAIN = ("NO", "MULTI_GPU", "MULTI_CPU")  # accelerate's names
 WARMUP = 20  # the learning rate rises over 1 / WARMUP of the steps
 
@@ -106,13 +106,13 @@ def train(
     checkpoints = make_folder(out / "checkpoints")
     with lock_folder(checkpoints, "trained") if main else nullcontext():
         began_with = conditions(cfg)  # now: a file may change while it is trained on
-        left_out = _left_out(cfg) if main else None
+        left_out = left_out_of(cfg) if main else None
         figures = _steps(accelerator, module, batches, evaluate, cfg, began_with, optimizers, rate)
         if main:
             with file_errors(writing=out, others=(SafetensorError,)):
                 save(out, finite(figures))
             write_json(out / CONDITIONS, began_with | {"save_dtype": cfg.get("save_dtype")})
-            record = _record(cfg, began_with, left_out, world, figures, begins, stages_of(earlier))
+            record = record_of(cfg, began_with, left_out, world, figures, begins, stages_of(earlier))
             record["weights"] = sorted(path.name for path in out.glob("*.safetensors"))
             write_json(out / RECORD, record)
             shutil.rmtree(checkpoints, ignore_errors=True)  # of no use once the part itself is there
@@ -211,77 +211,12 @@ def _save_state(accelerator: Accelerator, checkpoints: Path, began_with: dict[st
     accelerator.wait_for_everyone()
 
 
-def _record(
-    cfg: DictConfig,
-    began_with: dict[str, Any],
-    left_out: int | None,
-    processes: int,
-    figures: dict[str, float],
-    begins: str,
-    earlier: list[dict],
-) -> dict:
-    """The record of a training's data and figures; only trainings on the same data, over all stages, are comparable."""
-    tokens = cfg.steps * cfg.accumulate * processes * cfg.batch_size * cfg.length
-    return {
-        "begins": begins,
-        "data": began_with["conversations"],
-        "questions": began_with["questions"],
-        "left_out": left_out,
-        "states": began_with["states"],
-        "steps": cfg.steps,
-        "tokens": tokens,
-        "tokens_in_all": tokens + sum(stage["tokens"] for stage in earlier),
-        "loss_tokens": cfg.get("loss_tokens"),
-        "vocab_sample": cfg.get("vocab_sample"),
-        "prompt_weight": cfg.prompt_weight,
-        "seed": cfg.seed,
-        **figures,
-        "earlier": earlier,
-    }
-
-
-def stages_of(folder: str | Path | None) -> list[dict]:
-    """The records of all training stages of a folder's content, the first one first; [] if there are none."""
-    path = None if folder is None else packaged(folder) / RECORD
-    if path is None or not path.is_file():
-        return []
-    return stages(read_json(path))
-
-
-def data_of(cfg: DictConfig) -> str:
-    """Identifies a training's text: a file's sha256, a data set's name and split, or a stream's settings."""
-    if cfg.conversations is None:
-        settings = plain(cfg.pair.training)
-        name = settings.pop("_target_")
-        return (
-            f"{name}({', '.join(f'{key}={value}' for key, value in settings.items())})" if settings else name
-        )
-    path = packaged(cfg.conversations)
-    return f"sha256:{file_sha256(path)}" if path.is_file() else f"{cfg.conversations}:{cfg.split}"
-
-
 def training_pair(pair_cfg: DictConfig) -> DictConfig:
     """The pair as trainers load it: in bfloat16 instead of float16, in which gradients through the head vanish."""
     from omegaconf import OmegaConf  # late: as in `conversations`
 
     changed = {"dtype": "bfloat16"} if pair_cfg.dtype == "float16" else {}
     return cast("DictConfig", OmegaConf.merge(pair_cfg, changed))
-
-
-def questions_of(cfg: DictConfig) -> str | None:
-    """sha256 of the questions that conversations must not hold; None: there are none to look for."""
-    return None if cfg.get("data") is None else questions_sha256(cfg.data)
-
-
-def _stored_states(cfg: DictConfig) -> dict[str, Any] | None:
-    """The record of the states that a training reads; None if it computes them."""
-    return None if cfg.get("states") is None else read_json(Path(cfg.states) / STATES)
-
-
-def _left_out(cfg: DictConfig) -> int | None:
-    """Number of conversations left out of a training's text; None if that was not counted."""
-    record = _stored_states(cfg)
-    return count_left_out(cfg) if record is None else record.get("left_out")
 
 
 def _accumulated(
@@ -334,98 +269,6 @@ def _replace(checkpoints: Path, step: int) -> None:
             old.rmdir()
 
 
-def conditions(cfg: DictConfig) -> dict[str, Any]:
-    """The settings and the text, which must be the same for a training to resume."""
-    settings = {key: value for key, value in plain(cfg).items() if key not in FREE}
-    settings["pair"] = {key: value for key, value in settings["pair"].items() if key not in FREE_OF_PAIR}
-    states = _stored_states(cfg)
-    text = {
-        "conversations": data_of(cfg),
-        "questions": questions_of(cfg) if states is None else states.get("questions"),
-        # Stored states have another order of rows, and keep only the `top` tokens of the target's distributions.
-        "states": None if states is None else {key: states.get(key) for key in ("precision", "rows", "top")},
-    }
-    return settings | text | {"processes": int(os.environ.get("WORLD_SIZE", 1))}
-
-
-def is_finished(cfg: DictConfig) -> bool:
-    """Whether the folder of a training holds its result; prints the folder if so.
-
-    Raises:
-        UserError: it holds the result of another training, an incomplete result, or a model that no training has made.
-    """
-    out = Path(cfg.out)
-    if not (out / RECORD).exists():
-        if (out / "config.json").exists() and not (out / "checkpoints").exists():
-            raise UserError(f"{out} holds a model that no training run wrote: name another folder with out=")
-        return False
-    if not (out / CONDITIONS).exists():
-        raise UserError(
-            f"{out} holds a finished training without {CONDITIONS}, which records its settings: "
-            "remove it to start anew, or name another folder with out="
-        )
-    now = conditions(cfg)
-    if "save_dtype" in read_json(out / CONDITIONS):  # older files do not tell
-        now["save_dtype"] = cfg.get("save_dtype")
-    _check_same(out, out / CONDITIONS, now)
-    missing = [name for name in read_json(out / RECORD).get("weights", ()) if not (out / name).is_file()]
-    if missing:
-        raise UserError(
-            f"{out} holds a finished training without {', '.join(missing)}: remove it to start anew, or name another "
-            "folder with out="
-        )
-    print(f"already there: {out}")
-    return True
-
-
-def check_stopped(cfg: DictConfig) -> None:
-    """Raises UserError if the folder of a training holds a state of another one; for use before weights are loaded."""
-    state = _newest_state(Path(cfg.out) / "checkpoints")
-    if state is not None:
-        _check_same(state.parent, state / CONDITIONS, conditions(cfg))
-
-
-def _check_same(folder: Path, file: Path, now: dict[str, Any]) -> dict[str, Any]:
-    """Returns the conditions in a file. Raises UserError if they differ from `now`."""
-    then = read_json(file)
-    if isinstance(then.get("pair"), dict):  # older files hold the whole pair
-        then["pair"] = {key: value for key, value in then["pair"].items() if key not in FREE_OF_PAIR}
-    keys = sorted((then.keys() | now.keys()) - {"torch_threads"})
-    differing = [key for key in keys if then.get(key) != now.get(key)]
-    if foreign := [key for key in differing if key in then.keys() ^ now.keys()]:
-        raise UserError(
-            f"{folder} holds a training of another trainer or version (only one of the two has {', '.join(foreign)}): "
-            "remove it to start anew, or name another folder with out="
-        )
-    if differing:
-        key = differing[0]
-        had, has = then.get(key), now.get(key)
-        if isinstance(had, dict) and isinstance(has, dict):  # of the pair: the setting that differs
-            inner = next(name for name in sorted(had.keys() | has.keys()) if had.get(name) != has.get(name))
-            key, had, has = f"{key}.{inner}", had.get(inner), has.get(inner)
-        raise UserError(
-            f"{folder} holds a training with {key}={had}, not {has}: "
-            "give its settings to continue, remove it to start over, or name another folder with out="
-        )
-    return then
-
-
-def saved(cfg: DictConfig) -> str | None:
-    """Where a stopped training resumes; None if it starts over."""
-    state = _newest_state(Path(cfg.out) / "checkpoints")
-    return None if state is None else f"step {_steps_of(state)}"
-
-
-def _newest_state(checkpoints: Path) -> Path | None:
-    """The newest complete state of a stopped training; None if there is none."""
-    return max(checkpoints.glob("state-*"), key=_steps_of, default=None)
-
-
-def _steps_of(state: Path) -> int:
-    """Number of steps that led to a state."""
-    return int(state.name.removeprefix("state-"))
-
-
 def _resume(accelerator: Accelerator, checkpoints: Path, now: dict[str, Any]) -> int:
     """Loads the newest complete state, if any, and sets its number of threads, which affects the rounding of sums.
 
@@ -435,10 +278,10 @@ def _resume(accelerator: Accelerator, checkpoints: Path, now: dict[str, Any]) ->
     Raises:
         UserError: it is the state of another training.
     """
-    state = _newest_state(checkpoints)
+    state = newest_state(checkpoints)
     if state is None:
         return 0
-    then = _check_same(checkpoints, state / CONDITIONS, now)
+    then = check_same_training(checkpoints, state / CONDITIONS, now)
     accelerator.load_state(str(state))
     torch.set_num_threads(then["torch_threads"])
-    return _steps_of(state)
+    return steps_of(state)

@@ -3,30 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from specbench.models.gguf import is_gguf
 from specbench.models.packages import is_package
 from specbench.system.errors import UserError
 from specbench.system.paths import existing_file, packaged
-from specbench.system.settings import plain
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from specbench.decoding.drafter import Needs
-
-# Keys of a pair that its target's answers depend on.
-ANSWERING = (
-    *("target", "target_revision", "target_shape", "init", "width", "dtype"),
-    *("tokenizer", "chat_template", "template_kwargs", "stop_ids"),
-)
-
-
-def answer_facts(pair: DictConfig) -> dict[str, Any]:
-    """The settings of a pair that its target's answers depend on: a file of answers resumes only with the same ones."""
-    settings = plain(pair)
-    return {name: settings[name] for name in ANSWERING}
 
 
 def is_hub_id(name: str) -> bool:

@@ -37,6 +37,7 @@ import torch
 from omegaconf import OmegaConf
 
 from specbench.data import training
+from specbench.data.training_folder import RECORD
 from specbench.system.arguments import Parser
 from specbench.system.errors import UserError, one_line_errors, suggest
 from specbench.tiny import models, world
@@ -146,7 +147,7 @@ class Build:
     def is_done(self, name: str) -> bool:
         """Whether the result of a stage is there."""
         results = {"tokenizer": self.weights / "tokenizer" / "tokenizer.json", "questions": self.out / WARMUP}
-        trained = {stage.name: self.folder(stage) / training.RECORD for stage in self.recipe.stages}
+        trained = {stage.name: self.folder(stage) / RECORD for stage in self.recipe.stages}
         return (results | trained)[name].exists()
 
     def folder(self, stage: Stage) -> Path:

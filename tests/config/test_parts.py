@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from specbench.config.combinations import check_method
 from specbench.config.parts import check_part
-from specbench.data.training import CONDITIONS
+from specbench.data.training_folder import CONDITIONS
 from specbench.decoding.drafter import Needs
 from specbench.system.errors import UserError
 from tests.support import conf

@@ -25,7 +25,7 @@ FAULTS = (
         "methods/common/losses.py",
         "shifts[len(likely) :] = log(len(rest) / len(drawn))",
         "shifts[len(likely) :] = 0.0",
-        ("tests/methods/test_states.py",),
+        ("tests/methods/test_losses.py",),
     ),
     Fault(
         "a drawn token of a block weighs as one",
@@ -118,9 +118,17 @@ FAULTS = (
     Fault(
         "stored states of another split are taken",
         "training",
-        "specbench/data/training.py",
+        "specbench/data/training_folder.py",
         'f"{cfg.conversations}:{cfg.split}"',
         "cfg.conversations",
         ("tests/methods/test_training_resume.py",),
+    ),
+    Fault(
+        "answers of other weights at the same path continue a file",
+        "training",
+        "specbench/models/weight_files.py",
+        "for name in ANSWERING} | digests(settings)",
+        "for name in ANSWERING}",
+        ("tests/methods/test_answer.py",),
     ),
 )

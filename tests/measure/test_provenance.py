@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from specbench import ROOT
-from specbench.data.training import RECORD
+from specbench.data.training_folder import RECORD
 from specbench.measure.machine import hardware, provenance
 from specbench.measure.records import run_folder as store
+from specbench.models.weight_files import weight_facts
 from specbench.system.errors import UserError
 from tests.support.synthetic import CONFIG
 
@@ -46,7 +47,7 @@ def test_what_is_collected(found, questions):
 
 @pytest.mark.parametrize("source", ["./models/draft", "../draft", "checkpoints/qwen3/medusa", "/none"])
 def test_a_part_that_is_not_there_and_not_needed_has_no_files(source):
-    assert provenance._weights(source, None, {}) == {"source": source, "files": {}}
+    assert weight_facts(source, None, {}) == {"source": source, "files": {}}
 
 
 def test_checksums_of_weights_on_disk(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 
@@ -62,6 +63,23 @@ def test_every_turn_is_answered_by_the_target(workplace, tmp_path):
             # Of one that was cut, trainers learn no stop token.
             cut = {} if ids[-1] in pair.stop_ids else {"complete": False}
             assert messages[i] == {"role": "assistant", "content": pair.decode(ids)} | cut
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer_config.json"])
+def test_answers_of_other_files_at_the_same_path_are_not_mixed(workplace, tmp_path, name):
+    """A target that was trained on, or another tokenizer, gives other answers."""
+    shutil.copytree(workplace / "target", tmp_path / "target")
+    target = [f"pair.target={tmp_path}/target", f"pair.tokenizer={tmp_path}/target"]
+    out = tmp_path / "new.jsonl"
+    answer(settings(workplace, out, "count=2", *target))
+    before = out.read_bytes()
+    with (tmp_path / "target" / name).open("ab") as file:
+        file.write(b" ")
+    with pytest.raises(
+        UserError, match=r"was begun with (target|tokenizer)_files=\w{16}, not \w{16}: .*another out="
+    ):
+        answer(settings(workplace, out, "count=4", *target))
+    assert out.read_bytes() == before
 
 
 def test_only_the_likeliest_tokens_are_sampled(workplace, tmp_path):

@@ -13,7 +13,7 @@ from methods.common.training import mask_to_fill
 from methods.dflash import train as dflash_train
 from methods.dflash.checkpoint import FILLS_IN, PREDICTS, SELECTS
 from methods.dflash.train import BlockDistillation
-from specbench.data.training import RECORD
+from specbench.data.training_folder import RECORD
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.system.errors import UserError
 from tests.support.blocks import BLOCK, HEADS, drafting_model, filled_by_hand, filled_by_transformers

@@ -6,12 +6,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from methods.common.stored_states import key_of
 from methods.common.training import agreement, held_out_batches
 from methods.mirror_sd import train as mirror_train
 from methods.mirror_sd.streams import load_streams
 from methods.s2d import train as s2d_train
 from methods.sps import train as sps_train
-from methods.states import key_of
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.state import NORMED
 from specbench.models.pairs import load_pair

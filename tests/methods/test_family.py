@@ -19,7 +19,7 @@ from methods import family
 from methods.common import build
 from specbench import ROOT
 from specbench.data.conversations import HELD_OUT_EVERY
-from specbench.data.training import RECORD
+from specbench.data.training_folder import RECORD
 from specbench.system.errors import UserError
 from tests.support.commands import wait_for
 from tests.support.conf import composed

@@ -17,7 +17,7 @@ from methods.mtp import train as mtp_train
 from methods.mtp.checkpoint import load_mtp, save_mtp
 from methods.mtp.model import MtpModel
 from methods.mtp.train import fit, fresh_model
-from specbench.data.training import RECORD
+from specbench.data.training_folder import RECORD
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams

@@ -16,7 +16,7 @@ from methods.pard.drafter import MASK
 from methods.pard.train import ParallelDistillation, Places
 from methods.ragged import RaggedBatch
 from methods.sps import SpeculativeSampling
-from specbench.data.training import RECORD
+from specbench.data.training_folder import RECORD
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from methods import parts
 from methods.common.build import run_all
 from specbench import CONF
-from specbench.data.training import RECORD
+from specbench.data.training_folder import RECORD
 from specbench.models.pairs import load_pair
 from specbench.system.errors import UserError
 from specbench.system.files import read_json

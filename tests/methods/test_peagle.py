@@ -19,7 +19,7 @@ from methods.peagle import ParallelEagle
 from methods.peagle import train as peagle_train
 from methods.peagle.train import MaskDistillation
 from methods.ragged import RaggedBatch
-from specbench.data.training import RECORD
+from specbench.data.training_folder import RECORD
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams

@@ -16,7 +16,7 @@ from methods.s2d import train as s2d_train
 from methods.s2d.drafter import SortedDraft
 from methods.sps import train as sps_train
 from methods.sps.drafter import SpeculativeSampling
-from specbench.data.training import LOG, RECORD
+from specbench.data.training_folder import LOG, RECORD
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams

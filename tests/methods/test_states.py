@@ -16,32 +16,32 @@ import pytest
 import torch
 
 from methods import states
-from methods.common import losses
-from methods.common.losses import Distribution, Goals, Guess, Head, Loss, cross_entropies, sampled, teacher_of
+from methods.common import stored_states
+from methods.common.losses import Distribution, Goals, cross_entropies, teacher_of
 from methods.common.training import batches, held_out_batches, target_states
 from methods.kangaroo import train as kangaroo_train
 from methods.sps import train as sps_train
+from specbench.data import conversations
 from specbench.data.conversations import batched
-from specbench.data.training import RECORD
+from specbench.data.training_folder import RECORD
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.state import NORMED
 from specbench.models.pairs import load_pair
 from specbench.system.errors import UserError
 from specbench.system.files import lock_folder, make_folder, read_json
 from tests.support.conf import composed
-from tests.support.gradients import assert_same_gradients, no_distribution_stays
 from tests.support.training import Stopped, stop_after, training_settings
 
 TAPS = (1, 2, NORMED)
-SAME = Head(torch.eye(11))  # logits are states
-HELD_OUT_ROWS, TALKS = states.HELD_OUT_ROWS, "talk.jsonl"
+TALKS = "talk.jsonl"
 CHANGES = ("seed=1", "taps=[1]", "top=3", "precision=bf16", "split=other")
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _few_are_held_out() -> Iterator[None]:
+def _a_third_is_held_out() -> Iterator[None]:
+    """Of few conversations: enough for several batches."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(states, "HELD_OUT_ROWS", 6)
+        patch.setattr(conversations, "HELD_OUT_EVERY", 3)
         yield
 
 
@@ -87,20 +87,37 @@ def test_states_are_those_that_the_target_computes(workplace, folder, tmp_path):
             assert found[tap].dtype == torch.bfloat16
             torch.testing.assert_close(found[tap].float(), computed[tap], rtol=0.01, atol=0.01)
         seen |= {tuple(row) for row in batch["input_ids"].tolist()}
-    rows = [tuple(ids) for ids, _ in states.rows_of(cfg, pair, epochs=1)]
+    rows = [tuple(ids) for ids, _ in stored_states.rows_of(cfg, pair, epochs=1)]
     assert seen <= set(rows)
     every = [
         ids.tolist()
-        for batch in batched(states.rows_of(cfg, pair, epochs=1), 1)
+        for batch in batched(stored_states.rows_of(cfg, pair, epochs=1), 1)
         for ids in batch["input_ids"]
     ]
-    stored = torch.from_file(str(folder / states.IDS), size=len(rows) * cfg.length, dtype=torch.int32)
+    stored = torch.from_file(str(folder / stored_states.IDS), size=len(rows) * cfg.length, dtype=torch.int32)
     assert stored.view(-1, cfg.length).tolist() == every
+
+
+def test_held_out_rows_of_a_small_file_are_stored_once(workplace, folder, tmp_path, capsys):
+    """Repeated rows would make the figures of a training look surer than they are."""
+    cfg = settings(workplace, folder)
+    states.write(settings(workplace, tmp_path / "again"))
+    pair = load_pair(cfg.pair, 0, with_draft=False)
+    rows = [ids for ids, _ in stored_states.rows_of(cfg, pair, held_out=True, epochs=1)]
+    assert 0 < len(rows) < states.HELD_OUT_ROWS
+    stored = torch.from_file(
+        str(folder / stored_states.HELD_OUT / stored_states.IDS),
+        size=len(rows) * cfg.length,
+        dtype=torch.int32,
+    )
+    assert stored.view(-1, cfg.length).tolist() == rows
+    assert read_json(folder / stored_states.HELD_OUT / stored_states.RECORD)["rows"] == len(rows)
+    assert f"only {len(rows)} rows of 20 tokens are held out" in " ".join(capsys.readouterr().err.split())
 
 
 def test_stored_distributions_are_the_likeliest_tokens_of_the_target(workplace, folder, tmp_path):
     """The loss against them is the loss against the whole distribution, cut to those tokens."""
-    top = json.loads((folder / states.RECORD).read_text())["top"]
+    top = json.loads((folder / stored_states.RECORD).read_text())["top"]
     cfg = training_settings("train_kangaroo", workplace, tmp_path, f"states={folder}", "exit_layer=2")
     pair = load_pair(cfg.pair, 0, with_draft=False)
     assert 1 < top < len(pair.tokenizer)
@@ -126,7 +143,7 @@ def test_every_epoch_has_every_row_in_an_order_of_its_own(workplace, folder, tmp
         "train_kangaroo", workplace, tmp_path, f"states={folder}", "exit_layer=2", "batch_size=1"
     )
     pair = load_pair(cfg.pair, 0, with_draft=False)
-    count = (folder / states.IDS).stat().st_size // (4 * cfg.length)
+    count = (folder / stored_states.IDS).stat().st_size // (4 * cfg.length)
     rows = [tuple(batch["input_ids"][0].tolist()) for batch in islice(batches(cfg, pair), 2 * count)]
     assert sorted(rows[:count]) == sorted(rows[count:]) and rows[:count] != rows[count:]
 
@@ -138,7 +155,11 @@ def test_batches_that_are_skipped_are_not_read(workplace, folder, tmp_path, monk
     every, read, from_numpy = [*islice(batches(cfg, pair, arrays=None), 20)], [], torch.from_numpy
     monkeypatch.setattr(torch, "from_numpy", lambda array: read.append(array) or from_numpy(array))
     finals = {"input_ids", "loss_weight", "likeliest", "probs", "hidden_normed"}
-    for arrays, names in ((None, {*every[0]}), (states.FINALS, finals), ((), {"input_ids", "loss_weight"})):
+    for arrays, names in (
+        (None, {*every[0]}),
+        (stored_states.FINALS, finals),
+        ((), {"input_ids", "loss_weight"}),
+    ):
         read.clear()
         some = [*islice(batches(cfg, pair, start=5, stride=4, arrays=arrays), 4)]
         assert len(read) == 4 * len(names)
@@ -150,7 +171,7 @@ def test_batches_that_are_skipped_are_not_read(workplace, folder, tmp_path, monk
 def test_states_are_on_the_device_of_the_ids():
     """Also of a target that is spread over devices: whose last layers are on another one."""
     output = SimpleNamespace(last_hidden_state=torch.ones(1), hidden_states=[torch.ones(1)] * 2)
-    found = states.states_of(lambda *_, **__: output, torch.zeros(1, device="meta"), (1, NORMED))
+    found = stored_states.states_of(lambda *_, **__: output, torch.zeros(1, device="meta"), (1, NORMED))
     assert {state.device.type for state in found.values()} == {"meta"}
 
 
@@ -184,7 +205,7 @@ def test_the_highest_ids_of_a_tokenizer_with_gaps_are_stored(workplace):
 def test_the_command_for_states_names_the_split_of_a_data_set(workplace, tmp_path):
     words = ("exit_layer=2", "conversations=org/talks", "split=train_sft")
     cfg = training_settings("train_kangaroo", workplace, tmp_path, *words)
-    assert " conversations=org/talks split=train_sft length=20 " in states.command_for(cfg)
+    assert " conversations=org/talks split=train_sft length=20 " in stored_states.command_for(cfg)
 
 
 def test_a_command_that_was_stopped_goes_on(workplace, folder, tmp_path, monkeypatch):
@@ -200,7 +221,7 @@ def test_a_command_that_was_stopped_goes_on(workplace, folder, tmp_path, monkeyp
     with pytest.raises(KeyboardInterrupt, match="resumes from row 4 of those that are held out"):
         states.write(cfg)
     monkeypatch.undo()
-    assert not (tmp_path / "again" / states.RECORD).exists()
+    assert not (tmp_path / "again" / stored_states.RECORD).exists()
     with (tmp_path / "again" / "hidden_1.bin").open("ab") as file:
         file.write(b"half a row")
     trainer = training_settings(
@@ -242,8 +263,8 @@ def test_a_folder_goes_on_with_the_settings_that_began_it(workplace, tmp_path, m
 def test_states_of_another_target_are_refused(workplace, folder, tmp_path):
     cfg = training_settings("train_kangaroo", workplace, tmp_path, f"states={folder}", "exit_layer=2")
     pair = load_pair(cfg.pair, 0, with_draft=False)
-    digest = states.target_sha256(pair.target)
-    assert states.target_sha256(pair.target.bfloat16()) == digest
+    digest = stored_states.target_sha256(pair.target)
+    assert stored_states.target_sha256(pair.target.bfloat16()) == digest
     with torch.no_grad():
         pair.target.model.layers[1].self_attn.q_proj.weight.mul_(1.5)
     with pytest.raises(UserError, match="target_sha256"):
@@ -256,8 +277,8 @@ def test_more_tokens_continue_a_finished_folder(workplace, folder, tmp_path, cap
     out, length = tmp_path / "again", 20
     for rows in (3, 5):
         states.write(settings(workplace, out, f"tokens={rows * length}"))
-        assert read_json(out / states.RECORD)["rows"] == rows
-        assert (out / states.IDS).stat().st_size == 4 * rows * length
+        assert read_json(out / stored_states.RECORD)["rows"] == rows
+        assert (out / stored_states.IDS).stat().st_size == 4 * rows * length
     states.write(settings(workplace, out, f"tokens={5 * length}"))
     assert capsys.readouterr().out.endswith(f"already there: {out}\n")
     with pytest.raises(UserError, match=f"made with tokens={5 * length}, which is more than {length}"):
@@ -270,13 +291,13 @@ def test_more_tokens_continue_a_finished_folder(workplace, folder, tmp_path, cap
 
 
 def test_a_folder_says_what_its_text_was_cleared_of(workplace, folder, tmp_path):
-    record = read_json(folder / states.RECORD)
+    record = read_json(folder / stored_states.RECORD)
     assert record["left_out"] == 0 and len(record["questions"]) == 64
     (tmp_path / "q.jsonl").write_text(
         json.dumps({"question_id": 1, "category": "qa", "turns": ["say ab"]}) + "\n"
     )
     cleared = states.write(settings(workplace, tmp_path / "other", f"data.path={tmp_path}/q.jsonl"))
-    record = read_json(cleared / states.RECORD)
+    record = read_json(cleared / stored_states.RECORD)
     asked = (workplace / TALKS).read_text().count('"say ab"')
     assert record["left_out"] == asked > 1
     with pytest.raises(UserError, match="was begun with questions="):
@@ -335,10 +356,10 @@ def test_a_trainer_refuses_states_that_lack_a_depth(workplace, folder, tmp_path)
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        (states.RECORD, b"{", "states.json cannot be read: JSONDecodeError"),
-        (states.RECORD, b"[]", "states.json cannot be read: it holds no JSON object"),
-        (states.RECORD, b'{"rows": 3}', "states.json: hidden_size must be a whole number"),
-        (states.IDS, None, "lack ids.bin: remove the folder, and `specbench states` makes it anew"),
+        (stored_states.RECORD, b"{", "states.json cannot be read: JSONDecodeError"),
+        (stored_states.RECORD, b"[]", "states.json cannot be read: it holds no JSON object"),
+        (stored_states.RECORD, b'{"rows": 3}', "states.json: hidden_size must be a whole number"),
+        (stored_states.IDS, None, "lack ids.bin: remove the folder, and `specbench states` makes it anew"),
         ("hidden_1.bin", None, "lack hidden_1.bin: "),
         ("probs.bin", b"half", "probs.bin does not hold .* rows, as ids.bin does: "),
     ],
@@ -369,8 +390,8 @@ def test_a_batch_may_have_more_rows_than_are_held_out(workplace, folder, tmp_pat
         return training_settings("train_kangaroo", workplace, tmp_path / "out", *more)
 
     pair = load_pair(settings(1).pair, 0, with_draft=False)
-    rows = read_json(folder / states.RECORD)["rows"]
-    held_out = read_json(folder / states.HELD_OUT / states.RECORD)["rows"]
+    rows = read_json(folder / stored_states.RECORD)["rows"]
+    held_out = read_json(folder / stored_states.HELD_OUT / stored_states.RECORD)["rows"]
     assert len(next(batches(settings(rows), pair, held_out=True))["input_ids"]) == min(rows, held_out)
     assert len(next(batches(settings(rows), pair))["input_ids"]) == rows
     with pytest.raises(UserError, match=f"holds {rows} rows, fewer than batch_size={rows + 1}"):
@@ -397,10 +418,13 @@ def test_a_training_goes_on_with_the_states_that_it_began_with(workplace, folder
     record = read_json(kangaroo_train.train(trainer(moved)) / RECORD)
     assert record["states"] == {
         "precision": "no",
-        "rows": read_json(folder / states.RECORD)["rows"],
+        "rows": read_json(folder / stored_states.RECORD)["rows"],
         "top": 5,
     }
-    assert record["questions"] == read_json(folder / states.RECORD)["questions"] and record["left_out"] == 0
+    assert (
+        record["questions"] == read_json(folder / stored_states.RECORD)["questions"]
+        and record["left_out"] == 0
+    )
 
 
 @pytest.mark.parametrize("tap", [4, -2])
@@ -426,7 +450,6 @@ def test_a_training_on_stored_states_learns_the_same(workplace, tmp_path, monkey
 
     So it does where part of the vocabulary stands for the rest.
     """
-    monkeypatch.setattr(states, "HELD_OUT_ROWS", HELD_OUT_ROWS)
     every = f"conversations={workplace}/all.jsonl"
     folder, agreements = states.write(settings(workplace, tmp_path / "states", "top=64", every)), []
     stored = f"states={folder}"
@@ -450,86 +473,8 @@ def test_a_training_on_stored_states_learns_the_same(workplace, tmp_path, monkey
     assert agreements[1] == pytest.approx(agreements[2], abs=0.1)
 
 
-def test_a_sample_stands_for_the_rest_of_the_vocabulary(workplace, tmp_path):
-    """The sum of the exponentials is right on average, and the truth stays what it was."""
-    torch.manual_seed(0)
-    n, vocab = 6, 300
-    logits, likeliest = 2 * torch.randn(n, vocab), torch.randint(0, vocab, (n, 3))
-    truth = Distribution(torch.rand(n, 2).softmax(-1), torch.randint(0, vocab, (n, 2)))
-    sums = []
-    for _ in range(500):
-        (ids, shifts), inside = sampled(truth, vocab, 40, likeliest)
-        assert (
-            len(ids.unique())
-            == len(ids)
-            == len({*likeliest.flatten().tolist(), *truth.ids.flatten().tolist()}) + 40
-        )
-        assert torch.equal(ids[inside.ids], truth.ids) and torch.equal(inside.probs, truth.probs)
-        sums.append((logits[:, ids] + shifts).exp().sum(-1))
-    sums = torch.stack(sums)
-    error = sums.std(0) / len(sums) ** 0.5
-    assert ((sums.mean(0) - logits.exp().sum(-1)).abs() < 4 * error).all()
-    (ids, shifts), inside = sampled(truth, vocab, vocab, likeliest)
-    exact = cross_entropies(logits, truth)
-    torch.testing.assert_close(cross_entropies(logits[:, ids] + shifts, inside), exact)
+def test_a_sample_of_the_vocabulary_needs_stored_states(workplace, tmp_path):
     with pytest.raises(UserError, match="states=FOLDER"):
         kangaroo_train.train(
             training_settings("train_kangaroo", workplace, tmp_path, "exit_layer=2", "vocab_sample=10")
         )
-
-
-@pytest.mark.slow
-def test_drawn_goals_cost_what_all_goals_cost_on_average():
-    """The mean loss of many draws is the loss of all; a weight of 0 is never drawn."""
-    generator = torch.Generator().manual_seed(0)
-    weights = torch.tensor(
-        [[0.0, 0.2, 1.0, 0.0, 1.0, 0.2, 1.0, 1.0], [0.0, 0.0, 0.0, 1.0, 0.2, 1.0, 0.0, 1.0]]
-    )
-    batch = {"loss_weight": weights}
-    logits, told = (torch.randn(2, 8, 11, generator=generator) for _ in range(2))
-    torch.manual_seed(0)
-
-    def loss(count: int | None) -> torch.Tensor:
-        loss = Loss(count)
-        goals = loss.goals(batch, ahead=2)
-        assert (goals.positions >= 2).all() and (weights[goals.batch_index, goals.positions] > 0).all()
-        torch.testing.assert_close(goals.weights.sum(), weights[:, 2:].sum())
-        guesses = [Guess(1.0, logits, SAME), Guess(0.5, logits, SAME, 2)]
-        return loss(batch, goals, guesses, teacher_of(batch, SAME, told))
-
-    drawn = torch.stack([loss(4) for _ in range(4000)])
-    error = drawn.std() / len(drawn) ** 0.5
-    assert abs(drawn.mean() - loss(None)) < 4 * error and drawn.std() > 0
-    assert loss(8) is not None and torch.equal(loss(10_000), loss(None))
-
-
-def test_goals_are_judged_from_the_states_in_front_of_them():
-    """The loss by hand, over more goals than fit into one part."""
-    weights = torch.rand(3, 400)
-    logits, told = torch.randn(3, 400, 5), torch.randn(3, 400, 6)  # a teacher that is padded further
-    goals = Goals.of({"loss_weight": weights}, None, ahead=3)
-    batch = {"loss_weight": weights}
-    padded = Head(torch.eye(6))
-    found = Loss()(batch, goals, [Guess(0.7, logits, Head(torch.eye(5)), 3)], teacher_of(batch, padded, told))
-    probs = told[:, 2:-1, :5].softmax(-1)
-    losses = -(probs * logits[:, :-3].log_softmax(-1)).sum(-1)
-    torch.testing.assert_close(found, 0.7 * (weights[:, 3:] * losses).sum())
-
-
-def test_logits_of_a_large_batch_are_computed_again_for_the_gradient(monkeypatch):
-    """None of a whole vocabulary stays, and the gradients are those of a loss that keeps them."""
-    torch.manual_seed(0)
-    head, batch = torch.nn.Linear(8, 37), {"loss_weight": torch.rand(3, 400)}
-    guessed, targets = torch.randn(3, 400, 8), torch.randn(3, 400, 37)
-    loss, teacher = Loss(), teacher_of(batch, Head(torch.eye(37)), targets)
-    goals = loss.goals(batch, ahead=2)
-
-    def cost() -> torch.Tensor:
-        own = Head(head.weight, head.bias)
-        return loss(batch, goals, [Guess(0.7, guessed, own), Guess(0.3, guessed, own, 2)], teacher)
-
-    kept = cost()
-    monkeypatch.setattr(losses, "KEPT_LOGITS", 0)
-    with no_distribution_stays(37):
-        recomputed = cost()
-    assert_same_gradients(head, recomputed, kept)

@@ -31,7 +31,8 @@ from methods.sps import train as sps_train
 from specbench import ROOT
 from specbench.data import training
 from specbench.data.questions import questions_sha256
-from specbench.data.training import RECORD, data_of, stages_of, train, training_pair
+from specbench.data.training import train, training_pair
+from specbench.data.training_folder import RECORD, data_of, stages_of
 from specbench.decoding.model.staged_model import StagedModel
 from specbench.models.pairs import load_pair
 from specbench.system import threads

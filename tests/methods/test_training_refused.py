@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from methods import states
+from methods.common import stored_states
 from methods.common import training as common
 from methods.common.training import batches
 from methods.eagle import train as eagle_train
@@ -143,7 +143,7 @@ def test_rows_longer_than_a_draft_models_window_are_refused():
 
 
 def test_prompts_without_room_end_in_a_line(monkeypatch):
-    monkeypatch.setattr(states, "TOO_MANY", 3)
+    monkeypatch.setattr(stored_states, "TOO_MANY", 3)
     prompts = [[0] * 9, [0] * 2, [0] * 5, [0] * 4, *[[0] * 9] * 4]
     with_room = common._with_room(iter(prompts), 5)
     assert [next(with_room)[::2] for _ in range(2)] == [(1, 3), (3, 1)]

@@ -17,7 +17,8 @@ from methods.common import training as common
 from methods.eagle3 import train as eagle3_train
 from methods.kangaroo import train as kangaroo_train
 from specbench import ROOT
-from specbench.data.training import CONDITIONS, RECORD, data_of, train
+from specbench.data.training import train
+from specbench.data.training_folder import CONDITIONS, RECORD, data_of
 from specbench.system.errors import UserError
 from specbench.system.files import lock_folder, make_folder, read_json
 from tests.support.commands import wait_for
@@ -49,6 +50,31 @@ def test_a_stopped_training_goes_on_only_as_it_began(workplace, tmp_path, monkey
             kangaroo_train.train(settings(more))
     monkeypatch.undo()
     assert kangaroo_train.train(settings("save_every=10")).is_dir()
+
+
+@pytest.mark.slow
+def test_a_training_for_other_weights_at_the_same_path_is_not_continued(workplace, tmp_path, monkeypatch):
+    target = tmp_path / "target"
+    shutil.copytree(workplace / "target", target)
+
+    def settings():
+        return training_settings(
+            "train_kangaroo", workplace, tmp_path / "out", "steps=2", f"pair.target={target}"
+        )
+
+    out = kangaroo_train.train(settings())
+    monkeypatch.setattr(common, "load_pair", None)
+    assert kangaroo_train.train(settings()) == out
+    conditions = read_json(out / CONDITIONS)
+    (out / CONDITIONS).write_text(
+        json.dumps({key: conditions[key] for key in conditions if key != "target_files"})
+    )
+    assert kangaroo_train.train(settings()) == out, "older records lack it"
+    (out / CONDITIONS).write_text(json.dumps(conditions))
+    with (target / "model.safetensors").open("ab") as file:
+        file.write(b" ")
+    with pytest.raises(UserError, match=r"holds a training with target_files=\w{16}, not \w{16}"):
+        kangaroo_train.train(settings())
 
 
 @pytest.mark.slow

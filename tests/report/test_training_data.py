@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from specbench.data.training import DATASTORE, RECORD
+from specbench.data.training_folder import DATASTORE, RECORD
 from specbench.measure.machine import provenance
 from specbench.report import compare, formats
 from specbench.report.__main__ import report

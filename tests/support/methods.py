@@ -15,12 +15,12 @@ from methods.common.chained_steps import chained
 from methods.common.checkpoints import layer_sizes
 from methods.common.draft_layer import CachedLayer
 from methods.common.heads import DraftHead
+from methods.common.stored_states import key_of
 from methods.common.training import target_states
 from methods.eagle.checkpoint import save_eagle
 from methods.eagle.model import EagleModel
 from methods.kangaroo.adapter import Adapter, adapter_config, save_adapter
 from methods.oracle import Oracle
-from methods.states import key_of
 from specbench.decoding.drafter import Drafter
 from specbench.decoding.engine import Engine
 from specbench.decoding.model.staged_model import StagedModel

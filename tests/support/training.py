@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from omegaconf import DictConfig
 
-from specbench.data.training import LOG
+from specbench.data.training_folder import LOG
 from tests.support.conf import composed
 from tests.support.models import save_pair
 

@@ -9,7 +9,8 @@ import torch
 from accelerate.state import AcceleratorState
 from omegaconf import OmegaConf
 
-from specbench.data.training import RECORD, train
+from specbench.data.training import train
+from specbench.data.training_folder import RECORD
 from specbench.system.errors import UserError
 from specbench.tiny import models
 from specbench.tiny.muon import Muon, orthogonalise

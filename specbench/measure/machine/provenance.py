@@ -15,15 +15,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import try_to_load_from_cache
 from safetensors import safe_open
 
 from specbench import ROOT
 from specbench.config.spec import OWN
+from specbench.data.training_folder import DATASTORE, RECORD
 from specbench.measure.machine import hardware
 from specbench.measure.records.source import method_sha256, source_sha256
-from specbench.models.names import is_path
-from specbench.models.packages import described, is_package
+from specbench.models.weight_files import tokenizer_facts, weight_facts
 from specbench.system.errors import UserError
 from specbench.system.files import file_sha256, finite, read_json, write_json
 from specbench.system.paths import packaged
@@ -72,10 +71,6 @@ SAME_RUN = (
     "engine_version",
 )
 
-# How the files of a model end, those beside them of its tokenizer, and all of a tokenizer in a folder of its own.
-OF_WEIGHTS = (".safetensors", ".bin", ".pt", ".json")
-BESIDE_WEIGHTS = (".jinja", ".model", ".txt")
-OF_TOKENIZERS = (*BESIDE_WEIGHTS, "tokenizer.json", "tokenizer_config.json")
 NO_DIFF = hashlib.sha256(b"").hexdigest()  # of the code from its commit
 
 
@@ -219,16 +214,13 @@ def weights(pair: Mapping, method: Mapping, engine: Mapping | None = None) -> di
     sources |= {f"engine.{name}": (engine or {}).get(name) for name in ("target", "draft")}
     packages = pair.get("packages", {})
     facts = {
-        name: _weights(source, pair.get(f"{name}_revision"), packages)
+        name: weight_facts(source, pair.get(f"{name}_revision"), packages)
         for name, source in sources.items()
         if source is not None
     }
-    tokenizer = pair.get("tokenizer") or pair["target"]
-    endings: tuple[str, ...] = OF_TOKENIZERS if pair.get("tokenizer") else BESIDE_WEIGHTS
-    in_folder = not is_package(tokenizer) and packaged(tokenizer).is_dir()
-    # Left out if there are none: as weights that are not there, whose arrival is no difference.
-    if files := _checksums(packaged(tokenizer), endings) if in_folder else {}:
-        facts["tokenizer"] = {"source": tokenizer, "files": files}
+    # Left out if there is none: as weights that are not there, whose arrival is no difference.
+    if (tokenizer := tokenizer_facts(pair)) is not None:
+        facts["tokenizer"] = tokenizer
     return without_secrets(facts)
 
 
@@ -243,8 +235,6 @@ def trained(pair: Mapping, drafting: Mapping, with_draft: bool) -> dict[str, dic
     Returns:
         Records by "draft", or by the name of the setting that names the part; without those that have none.
     """
-    from specbench.data.training import DATASTORE, RECORD  # late: a report compares provenance without torch
-
     sources = {"draft": pair["draft"]} if with_draft else {}
     sources |= dict(_paths(drafting))
     records = (
@@ -292,22 +282,3 @@ def _floats(file: Path) -> int:
     with safe_open(file, "numpy") as tensors:
         slices = [tensors.get_slice(name) for name in tensors.keys()]  # noqa: SIM118 - no dictionary
         return sum(math.prod(one.get_shape()) for one in slices if "F" in one.get_dtype())
-
-
-def _checksums(path: Path, endings: tuple[str, ...]) -> dict[str, str]:
-    """The checksum of a file, or of the files in a folder that end so, by name."""
-    files = (
-        [path] if path.is_file() else sorted(file for file in path.iterdir() if file.name.endswith(endings))
-    )
-    return {file.name: file_sha256(file) for file in files}
-
-
-def _weights(source: str, revision: str | None, packages: Mapping) -> dict:
-    path = described(source, packages).path if is_package(source) else packaged(source)
-    if path.exists():
-        return {"source": source, "files": _checksums(path, OF_WEIGHTS)}
-    if is_path(source):  # of a part that the method at hand may not need
-        return {"source": source, "files": {}}
-    cached = try_to_load_from_cache(source, "config.json", revision=revision)
-    commit = Path(cached).parent.name if isinstance(cached, str) else None
-    return {"source": source, "revision": revision, "commit": commit}
