@@ -99,6 +99,7 @@ class Submitit(SweepLauncher):
         Raises:
             UserError: submitit is not installed, or the cluster does not take its parameters.
         """
+        from specbench.commands.run import queue
         from specbench.system.processes import heeding_sigterm
 
         submitit = import_optional("submitit", "slurm")
@@ -119,6 +120,8 @@ class Submitit(SweepLauncher):
                     submitted = executor.map_array(self.measuring(), group)
                 except submitit.core.utils.FailedJobError as error:  # refused, with the cluster's own words
                     raise UserError(f"hydra/launcher=submitit_{self.cluster}: {one_line(error)}") from error
+                for run_dir in group:
+                    queue(run_dir)
                 print(f"{len(group)} jobs submitted; logs are in {logs}", file=sys.stderr)
                 of_job = dict(zip(submitted, group))
                 try:
@@ -176,6 +179,7 @@ class Ray(SweepLauncher):
         Raises:
             UserError: Ray is not installed, or cannot be reached.
         """
+        from specbench.commands.run import queue
         from specbench.system.processes import heeding_sigterm
 
         ray = import_optional("ray", "ray")
@@ -191,6 +195,7 @@ class Ray(SweepLauncher):
                     # A node that lost a job is the last resort.
                     idle = [node for node in free if node["NodeID"] not in lost] or ([] if running else free)
                     for node, run_dir in zip(idle, left):
+                        queue(run_dir)
                         reference = task.options(**_whole(ray, node)).remote(run_dir, folder, variables)
                         running[reference] = run_dir, node["NodeID"]
                     if not running:

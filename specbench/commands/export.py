@@ -64,7 +64,7 @@ def _part(cfg: DictConfig) -> Iterator[tuple[str, Path]]:
 
 
 def _copied(source: Path, to: Path) -> Path:
-    """Copies a file or folder unless it is there already. Raises UserError if it cannot be written."""
+    """Copies a file or folder, in place of what has that name. Raises UserError if it cannot be written."""
     if source.resolve() == to.resolve():
         return to
     partial = to.with_name(f"partial-{to.name}")  # what was stopped has another name than what is whole

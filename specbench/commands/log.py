@@ -23,7 +23,7 @@ from specbench.config.checks import check_tracker
 from specbench.config.folders import group_file
 from specbench.measure.records import run_folder as store
 from specbench.system.arguments import Parser
-from specbench.system.errors import UserError, one_line, one_line_errors
+from specbench.system.errors import UserError, one_line, one_line_errors, print_error
 from specbench.system.processes import end_with_parent
 
 if TYPE_CHECKING:
@@ -113,6 +113,15 @@ def tracker_of(run_dir: Path, **overrides: str | None) -> dict:
     if run_settings["name"] == "wandb":
         settings |= run_settings
     return settings | {key: value for key, value in overrides.items() if value is not None}
+
+
+def logged(run_dir: Path, overrides: Mapping[str, str | None]) -> bool:
+    """Whether a run folder was logged; prints why not."""
+    try:
+        return track(run_dir, tracker_of(run_dir, **overrides))
+    except UserError as error:  # of this folder alone
+        print_error(error)
+        return False
 
 
 # -- getting a group back
@@ -230,10 +239,10 @@ def main() -> int:
         runs, left_out = finished_runs(paths)
         tables.print_left_out(left_out)
         try:
-            logged = [track(run.folder, tracker_of(run.folder, **arguments)) for run in runs]
+            outcomes = [logged(run.folder, arguments) for run in runs]
         except KeyboardInterrupt:
             return 130
-        return 0 if all(logged) and not left_out else 1
+        return 0 if all(outcomes) and not left_out else 1
     os.environ["WANDB_SILENT"] = "true"  # it prints nothing, and asks nothing
     runs, left_out = finished_runs(pull(**arguments))
     runs = oldest_first(runs)

@@ -194,6 +194,11 @@ class Command:
 # -- measuring
 
 
+def queue(run_dir: Path) -> None:
+    """Makes `LOG` in the folder of a job that waits for another machine: a failing local command then leaves it."""
+    (run_dir / LOG).touch()
+
+
 def measure(run_dir: Path, logged: bool = False) -> int:
     """Measures a run folder in child processes that do not outlive this one; returns the exit code of the last.
 

@@ -149,7 +149,7 @@ def check_engine(cfg: DictConfig, spec: RunSpec) -> None:
     if spec.engine is None:
         return
     name, drafts = spec.engine["name"], spec.engine["speculative"]
-    signature = inspect.signature(located(spec.engine, "engine", object), eval_str=True).parameters
+    signature = signature_of(located(spec.engine, "engine", object), f"engine {name}")
     takes = {key: one.annotation for key, one in signature.items() if key not in BY_THE_RUN}
     for key, value in values.parameters(spec.engine).items():
         if key not in takes:
@@ -298,13 +298,26 @@ def located(group: Mapping, what: str, *kinds: type) -> type:
     return cls
 
 
+def signature_of(cls: type, what: str) -> Mapping[str, inspect.Parameter]:
+    """The parameters of a class, with their types.
+
+    Raises UserError, which begins with `what`, if a type cannot be resolved.
+    """
+    try:
+        return inspect.signature(cls, eval_str=True).parameters
+    except NameError as error:
+        raise UserError(
+            f"{what}: {error}, in the annotations of __init__: import it outside of `if TYPE_CHECKING`"
+        ) from error
+
+
 def parameters(cls: type, what: str, group: Mapping) -> dict[str, inspect.Parameter]:
     """The constructor parameters of a method or drafter.
 
     Raises:
         UserError: The configuration has an unknown parameter, or a value whose type is not that of the signature.
     """
-    takes = {k: p for k, p in inspect.signature(cls, eval_str=True).parameters.items() if k != "pair"}
+    takes = {k: p for k, p in signature_of(cls, f"{what} {group['name']}").items() if k != "pair"}
     for key, value in values.parameters(group).items():
         if key not in takes:
             raise UserError(f"{what} {group['name']} has no parameter '{key}': {suggest(key, takes)}")

@@ -122,9 +122,10 @@ class RunSpec:
     @property
     def _in_its_words(self) -> dict[str, Any]:
         """The draft settings of another engine; {} if this project decodes."""
-        if self.engine is None:
-            return {}
-        return (self.engine["speculative"] or {}).get(self.drafter["name"]) or {}
+        # What is no dictionary is refused later, by the check of its type.
+        methods = self.engine["speculative"] if self.engine is not None else None
+        chosen = methods.get(self.drafter["name"]) if isinstance(methods, Mapping) else None
+        return dict(chosen) if isinstance(chosen, Mapping) else {}
 
     @property
     def learns(self) -> bool:

@@ -33,6 +33,7 @@ STANDALONE = Path(__file__).with_name(
     "standalone"
 )  # the folder of scripts that run in environments of engines
 LAST_LINES = 3  # of what a server printed, when it failed
+_ports: set[int] = set()  # that `free_port` has returned
 
 
 @dataclass(slots=True)
@@ -193,10 +194,14 @@ def shared_cores(threads: int) -> list[int]:
 
 
 def free_port() -> int:
-    """A port that nothing listens on now."""
-    with socket.socket() as listener:
-        listener.bind((HOST, 0))
-        return listener.getsockname()[1]
+    """A port that nothing listens on now, and that no server of this process was given: it may not listen yet."""
+    while True:
+        with socket.socket() as listener:
+            listener.bind((HOST, 0))
+            port = listener.getsockname()[1]
+        if port not in _ports:
+            _ports.add(port)
+            return port
 
 
 def _family(process: subprocess.Popen) -> list[psutil.Process]:

@@ -228,7 +228,7 @@ class Job:
                     if questions[0].question_id in done:
                         continue
                     if probes.is_due():
-                        probes.take()
+                        probes.take_again()
                     begun = time.perf_counter()
                     try:
                         records = attempt(bench, questions, pool, repeat)
@@ -236,7 +236,7 @@ class Job:
                         self._keep(run_facts, bench)
                     spent = (time.perf_counter() - begun) / len(questions)
                     if pool == len(planned) - 1:
-                        probes.take()
+                        probes.take_again()
                     records[-1]["speed"] = probes.collect()
                     shared = {"process": process, "wall_seconds": spent}
                     self.journal.append(*(record | shared for record in records))
@@ -263,6 +263,7 @@ class Job:
         probes = Probes(setup.pair.device, bench.conductor.settle)
         first = probes.take()
         speed = {"machine": probes.machine, "best": probes.best}
+        chosen |= {"device": str(setup.pair.device), "processor": hardware.processor(setup.pair.device)}
         chosen["engine_version"] = None if setup.served is None else setup.served.version
         chosen["compiled"] = setup.target.stack.is_compiled  # known once it has warmed up
         try:
@@ -285,7 +286,7 @@ class Job:
             "baseline_by_threads": chosen["baseline_by_threads"],
             **models_in_place(setup, self.cfg.pair, collected["weights"]),
             "questions": collected["questions"]["sha256"],
-            "processor": hardware.processor(setup.pair.device),
+            "processor": chosen["processor"],
         }
         write_json(self.run_dir / store.FACTS, run_facts)
         return run_facts, probes

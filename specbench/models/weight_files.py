@@ -17,10 +17,11 @@ from specbench.system.settings import plain
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-# How the files of a model end, those beside them of its tokenizer, and all of a tokenizer in a folder of its own.
-OF_WEIGHTS = (".safetensors", ".bin", ".pt", ".json")
+# How the files of a model end (its own code included), those beside them of its tokenizer, and all of a tokenizer in a
+# folder of its own.
+OF_WEIGHTS = (".safetensors", ".bin", ".pt", ".json", ".py")
 BESIDE_WEIGHTS = (".jinja", ".model", ".txt")
-OF_TOKENIZERS = (*BESIDE_WEIGHTS, "tokenizer.json", "tokenizer_config.json")
+OF_TOKENIZERS = (*BESIDE_WEIGHTS, ".json", ".py")
 # Keys of a pair that its target's answers depend on.
 ANSWERING = (
     *("target", "target_revision", "target_shape", "init", "width", "dtype"),

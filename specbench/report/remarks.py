@@ -154,13 +154,13 @@ def disturbances(runs: Iterable[Run]) -> list[str]:
 def machine_warnings(runs: Iterable[Run]) -> list[str]:
     """Warnings about the machine: its phases, and runs on a slow or disturbed one or on too few cores."""
     runs = list(runs)
-    of_runs = [
-        f"{run.name}: {line}"
-        for run in runs
-        for line in (captured(run.summary), too_few_cores(run.summary), weak_baseline(run.summary))
-        if line
-    ]
+    of_runs = [f"{run.name}: {line}" for run in runs for line in of_one_run(run.summary)]
     return [*different_phases(runs), *slow_machines(runs), *disturbances(runs), *of_runs]
+
+
+def of_one_run(summary: dict) -> list[str]:
+    """The warnings about the machine that several runs do not share in one line."""
+    return [*filter(None, (captured(summary), too_few_cores(summary), weak_baseline(summary)))]
 
 
 def too_few_cores(summary: dict) -> str:
@@ -299,7 +299,7 @@ def engine_line(summary: dict) -> Text:
     settings = "".join(f", {setting}" for setting in as_text(engine["plain"]))
     text.append(f"\n{engine['version']}{settings}; plain answers beside our loop's: ")
     text.append(equivalence_text(baseline["equivalence"]))
-    again = "alone" if summary["unit"] == POOL else "again"
+    again = "alone" if summary["batch_size"] > 1 else "again"
     text.append(f", beside its own {again}: ").append(equivalence_text(engine["again_equivalence"]))
     if not engine.get("started", True):
         text.append(
@@ -379,8 +379,7 @@ def title_text(summary: dict) -> Text:
     text = Text()
     for line in faults(summary, with_baseline=False):
         text.append(f"{line}\n", style=WRONG)
-    of_machine = slow_machine(summary), disturbed(summary), captured(summary)
-    for warning in filter(None, (*of_machine, too_few_cores(summary), weak_baseline(summary))):
+    for warning in filter(None, (slow_machine(summary), disturbed(summary), *of_one_run(summary))):
         text.append(f"{warning}\n", style=WRONG)
     chosen = as_text({name: value for name, value in summary["settings"].items() if value is not None})
     settings = f" ({', '.join(chosen)})" if chosen else ""

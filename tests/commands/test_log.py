@@ -332,6 +332,17 @@ def test_a_run_that_is_left_out_is_named_and_the_exit_code_says_so(runs, tmp_pat
     assert f"left out: {tmp_path.name}: unfinished" in capsys.readouterr().out
 
 
+def test_a_folder_without_settings_keeps_no_other_from_the_log(runs, tmp_path, monkeypatch, capsys):
+    seen = []
+    monkeypatch.setattr(tracking, "track", lambda run_dir, _: seen.append(run_dir) or True)
+    shutil.copytree(runs[0], tmp_path / "a")
+    shutil.copytree(runs[0], tmp_path / "b")
+    (tmp_path / "a" / store.CONFIG).unlink()
+    monkeypatch.setattr(sys, "argv", ["log", "log", str(tmp_path / "a"), str(tmp_path / "b")])
+    assert tracking.main() == 1
+    assert seen == [tmp_path / "b"] and store.CONFIG in capsys.readouterr().err
+
+
 def test_a_comparison_tells_of_questions_that_failed(runs, monkeypatch, capsys):
     monkeypatch.setattr(tracking, "pull", lambda **_: runs)
     monkeypatch.setattr(sys, "argv", ["log", "compare", "g"])

@@ -395,13 +395,18 @@ def test_exit_code_of_the_child(monkeypatch, tmp_path):
         assert store.why_failed(tmp_path) == {"3": None, "1": "killed by SIGKILL"}[name]
 
 
-@pytest.mark.parametrize("measured", [False, True])
-def test_a_folder_in_which_nothing_was_measured_goes(monkeypatch, capfd, tmp_path, measured):
-    """What the runner refuses leaves none; a run that was cut short, by a full disk, can go on."""
+@pytest.mark.parametrize("state", ["unused", "measured", "queued"])
+def test_a_folder_in_which_nothing_was_measured_goes(monkeypatch, capfd, tmp_path, state):
+    """What the runner refuses leaves none; a run that was cut short, by a full disk, can go on.
+
+    So can one that waits for another machine, if a command here takes its folder and fails.
+    """
 
     def refuse(run_dir):
-        if measured:
+        if state == "measured":
             (run_dir / store.RECORDS).write_text("")
+        elif state == "queued":
+            bench.queue(run_dir)
         return 2
 
     monkeypatch.chdir(tmp_path)
@@ -409,7 +414,7 @@ def test_a_folder_in_which_nothing_was_measured_goes(monkeypatch, capfd, tmp_pat
     (tmp_path / "q.jsonl").write_text('{"question_id": 1, "category": "qa", "turns": ["?"]}\n')
     files = ["data.path=q.jsonl", "data.warmup=q.jsonl", "pair.target=.", "pair.tokenizer=null"]
     assert run_main(monkeypatch, capfd, "method=pld", *files)[0] == 2
-    assert len([*(tmp_path / "runs").iterdir()]) == measured
+    assert len([*(tmp_path / "runs").iterdir()]) == (state != "unused")
 
 
 @pytest.mark.slow

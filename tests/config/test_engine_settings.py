@@ -112,6 +112,11 @@ def test_what_it_reads_and_what_nobody_changed_is_taken(words):
             ["engine=vllm", "engine.speculative.sps=null"],
             "engine.speculative.sps must be a dictionary, not null",
         ),
+        (
+            ["engine=llama_cpp", "engine.speculative.sps=true"],
+            "engine.speculative.sps must be a dictionary, not True",
+        ),
+        (["engine=llama_cpp", "engine.speculative=5"], "engine.speculative must be a dictionary, not 5"),
         (["engine=openai", "engine.plain_url=8000"], "engine.plain_url must be text or null, not 8000"),
         (["engine=openvino", "+engine.threads=2"], "engine openvino has no parameter 'threads'"),
     ],
@@ -124,6 +129,34 @@ def test_a_setting_of_another_type_than_the_engines_own_is_refused(words, said):
 
 def test_servers_of_somebody_else_may_draft_in_an_unknown_way_and_have_a_number_as_version():
     checked("method=sps", "engine=openai", "engine.version=0.32")
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("pair.target_shape=5", "pair.target_shape must be a dictionary or null, not 5"),
+        ("pair.template_kwargs=5", "pair.template_kwargs must be a dictionary, not 5"),
+        ("pair.chat_template=5", "pair.chat_template must be text or null, not 5"),
+    ],
+)
+def test_a_setting_of_a_pair_of_another_type_is_refused(word, message):
+    with pytest.raises(UserError, match=message):
+        checked("method=pld", word)
+
+
+def test_types_that_a_drafter_imports_for_the_type_checker_alone_are_named(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "checked_alone.py").write_text(
+        "from __future__ import annotations\n"
+        "from typing import TYPE_CHECKING\n"
+        "from specbench.decoding.drafter import Drafter\n"
+        "if TYPE_CHECKING:\n    from specbench.models.pairs import Pair\n"
+        "class Mine(Drafter):\n    def __init__(self, pair: Pair): ...\n"
+    )
+    with pytest.raises(
+        UserError, match="method .*name 'Pair' is not defined, .*import it outside of `if TYPE"
+    ):
+        checked("method=pld", "method._target_=checked_alone.Mine")
 
 
 def test_a_preset_of_the_users_own(monkeypatch, tmp_path):

@@ -243,6 +243,27 @@ def test_servers_of_somebody_else_on_this_machine_are_known_by_their_ports(pair,
     assert not engine_of(pair, urls, "openai").is_ours
 
 
+def test_servers_get_ports_of_their_own_though_none_listens_yet(monkeypatch):
+    ports = iter([5, 5, 6])
+
+    class Listener:
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            """As of a socket."""
+
+        def bind(self, _):
+            self.port = next(ports)
+
+        def getsockname(self):
+            return "", self.port
+
+    monkeypatch.setattr(module_server, "_ports", set())
+    monkeypatch.setattr(module_server.socket, "socket", Listener)
+    assert [module_server.free_port(), module_server.free_port()] == [5, 6]
+
+
 def test_one_thread_of_each_core_is_taken_first(monkeypatch, tmp_path):
     """Where threads of a core are numbered one after the other the last ones would be half of the cores."""
     real = module_server.Path

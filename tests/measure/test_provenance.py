@@ -53,12 +53,12 @@ def test_a_part_that_is_not_there_and_not_needed_has_no_files(source):
 def test_checksums_of_weights_on_disk(tmp_path, monkeypatch):
     target, part = tmp_path / "target", tmp_path / "head.bin"
     target.mkdir()
-    for name in ("model.safetensors", "config.json"):
+    names = ("config.json", "model.safetensors", "modeling_own.py")
+    for name in names:
         (target / name).write_text(name)
     part.write_bytes(b"part")
     pair = PAIR | {"target": str(target), "parts": {"kangaroo": str(part), "eagle": str(tmp_path)}}
     recorded = provenance.weights(pair, {"weights": str(part)})
-    names = ("config.json", "model.safetensors")
     assert recorded["target"]["files"] == {name: hashlib.sha256(name.encode()).hexdigest() for name in names}
     assert recorded["parts.kangaroo"]["files"] == {"head.bin": hashlib.sha256(b"part").hexdigest()}
     assert recorded.keys() == {"target", "parts.kangaroo"}, "only what the run reads"
@@ -75,6 +75,10 @@ def test_checksums_of_weights_on_disk(tmp_path, monkeypatch):
     of_engine = provenance.weights(PAIR, {}, {"name": "llama_cpp", "target": str(part), "draft": None})
     assert of_engine["engine.target"]["files"] == {"head.bin": hashlib.sha256(b"part").hexdigest()}
     assert "engine.draft" not in of_engine
+    in_its_words = {"speculative": {"sps": {"method": "draft_model", "model": str(part)}}}
+    drafted = provenance.weights(PAIR, {"name": "sps"}, in_its_words)
+    assert drafted["engine.model"] == of_engine["engine.target"] and "engine.method" not in drafted
+    assert "engine.model" not in provenance.weights(PAIR, {"name": "pld"}, in_its_words)
 
 
 def test_another_chat_template_or_tokenizer_is_a_difference(tmp_path):
@@ -236,6 +240,9 @@ def test_a_run_goes_on_only_where_it_began(found, tmp_path):
         provenance.record(path, found | {"questions": {"path": "x", "sha256": "0"}})
     with pytest.raises(UserError, match="engine_version"):
         provenance.record(path, found | {"engine_version": "another==2"})
+    for name in ("device", "processor"):
+        with pytest.raises(UserError, match=f"{name} None against another"):
+            provenance.record(path, found | {name: "another"})
     for folder, advice in ((None, "the same command now starts over"), ("x", "name another folder")):
         begun = found | {
             "questions": {"path": "x", "sha256": "0"},

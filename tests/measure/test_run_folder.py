@@ -199,6 +199,17 @@ def test_a_users_own_method_is_known_by_its_code(config, tmp_path, monkeypatch):
     assert method_sha256(own) != before, "what it imports lies beside it"
 
 
+def test_a_method_in_a_folder_without_init_is_known_by_its_code(config, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "my_methods").mkdir()
+    (tmp_path / "my_methods" / "bigram.py").write_text("class Bigram: gamma = 3")
+    own = config | {"method": config["method"] | {"drafter": {"_target_": "my_methods.bigram.Bigram"}}}
+    first, run_dir = method_sha256(own), store.find_or_create(own)
+    assert first is not None
+    (tmp_path / "my_methods" / "bigram.py").write_text("class Bigram: gamma = 4")
+    assert method_sha256(own) != first and store.find_or_create(own) != run_dir
+
+
 def test_the_code_is_known_by_its_content():
     digest = source_sha256()
     assert len(digest) == 64 and digest == source_sha256()
@@ -333,7 +344,7 @@ def test_an_append_that_a_full_disk_cuts_leaves_the_journal_as_it_was(run_dir):
     assert ids(run_dir) == [1, 2, 3]
 
 
-@pytest.mark.parametrize("line", ["5", "[]", '{"a": 1}'])
+@pytest.mark.parametrize("line", ["5", "[]", '{"a": 1}', '{"question_id": 7}'])
 def test_a_line_that_is_no_record_is_named(run_dir, line):
     append(run_dir, answered(1))
     with open(run_dir / store.RECORDS, "a") as file:

@@ -114,6 +114,23 @@ def test_probes_wait_until_they_are_collected(best, monkeypatch):
 # -- the best
 
 
+def test_a_probe_without_memory_costs_no_question(best, monkeypatch, capfd):
+    faults = iter(
+        [RuntimeError("can't allocate memory: you tried to allocate 536870912 bytes"), RuntimeError("other")]
+    )
+
+    def fail(device):
+        raise next(faults)
+
+    probes = speed.Probes(CPU)
+    monkeypatch.setattr(speed, "probe", fail)
+    probes.take_again()
+    assert probes.collect() == [] and not probes.is_due()
+    assert "speed was not probed: the machine has not enough free memory" in capfd.readouterr().err
+    with pytest.raises(RuntimeError, match="other"):
+        probes.take_again()
+
+
 def test_the_best_of_each_figure_is_kept_by_machine(best):
     assert speed.remember("one", slowed(product=0.3)) == slowed(product=0.3)
     assert speed.remember("one", slowed(bandwidth=0.2)) == QUIET

@@ -69,6 +69,8 @@ SAME_RUN = (
     "kernels",
     "compiled",
     "engine_version",
+    "device",
+    "processor",  # of a GPU: which one "cuda" means depends on the environment
 )
 
 NO_DIFF = hashlib.sha256(b"").hexdigest()  # of the code from its commit
@@ -212,6 +214,8 @@ def weights(pair: Mapping, method: Mapping, engine: Mapping | None = None) -> di
     }
     sources |= folders
     sources |= {f"engine.{name}": (engine or {}).get(name) for name in ("target", "draft")}
+    in_its_words = ((engine or {}).get("speculative") or {}).get(method.get("name")) or {}
+    sources |= {f"engine.{key}": path for key, path in _paths(in_its_words) if packaged(path).exists()}
     packages = pair.get("packages", {})
     facts = {
         name: weight_facts(source, pair.get(f"{name}_revision"), packages)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from specbench.measure.machine import bandwidth
 from specbench.measure.machine.hardware import cpu_model
-from specbench.system.errors import UserError, warn
+from specbench.system.errors import UserError, out_of_memory, warn
 from specbench.system.files import write_atomic
 from specbench.system.paths import cache_folder
 from specbench.system.processes import own_cores
@@ -148,6 +148,16 @@ class Probes:
         self._waiting.append(figures)
         self._taken = time.monotonic()
         return figures
+
+    def take_again(self) -> None:
+        """As `take`; a probe for which there is no memory is left out, since the questions are what counts."""
+        try:
+            self.take()
+        except (RuntimeError, MemoryError) as error:
+            if out_of_memory(error) is None:
+                raise
+            self._taken = time.monotonic()
+            _warn(f"the machine's speed was not probed: {out_of_memory(error)}")
 
     def is_due(self) -> bool:
         """Whether the next probe is due."""

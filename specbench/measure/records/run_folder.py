@@ -305,7 +305,7 @@ def _read(path: Path) -> tuple[list[dict], int]:
             if number < len(lines) or rest:
                 raise UserError(f"{path}, line {number}: not valid JSON; the journal is damaged") from error
             break
-        if not isinstance(record, dict) or "question_id" not in record:
+        if not isinstance(record, dict) or not {"question_id", "repeat"} <= record.keys():
             raise UserError(f"{path}, line {number}: no record of a question; the journal is damaged")
         records.append(record)
         intact_bytes += len(line) + 1

@@ -15,7 +15,12 @@ from specbench import METHODS, ROOT
 # Code that may change while a run is interrupted: folders, and files that make what is measured or choose its settings.
 NOT_MEASURING = ("specbench/report", "specbench/tiny")
 MAKING = (
-    *("methods/*/train.py", "methods/*/calibrate.py", "methods/common/training.py"),
+    *(
+        "methods/*/train.py",
+        "methods/*/calibrate.py",
+        "methods/common/training.py",
+        "methods/common/stored_states.py",
+    ),
     *("methods/common/head_training.py", "methods/common/losses.py", "methods/common/build.py"),
     *("methods/common/initialisation.py", "methods/common/masked_places.py"),
     *("methods/common/step_distillation.py", "methods/common/chained_steps.py"),
@@ -53,7 +58,11 @@ def method_sha256(config: Mapping) -> str | None:
     files: set[Path] = set()
     for name in modules:
         spec = importlib.util.find_spec(name)
-        if spec is None or spec.origin is None:
+        if spec is None:
+            continue
+        if spec.origin is None:  # a folder without __init__.py
+            folders = spec.submodule_search_locations or ()
+            files.update(path for folder in folders for path in Path(folder).resolve().rglob("*.py"))
             continue
         file = Path(spec.origin).resolve()
         if not file.is_relative_to(ROOT / "specbench") and not file.is_relative_to(METHODS):
