@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specbench.config.folders import base_pair, group_file
+from specbench.data.training_folder import CONDITIONS
 from specbench.system.errors import UserError
 from specbench.system.files import read_record
 from specbench.system.paths import packaged
@@ -53,8 +54,6 @@ def sizes_made_for(folder: str, part: str) -> tuple[dict[str, int], str]:
         folder: of the part; a missing one yields no sizes.
         part: its name. The config.json of this project's parts names the width of the target.
     """
-    from specbench.data.training_folder import CONDITIONS  # late: the hub's client takes a second
-
     sizes: dict[str, int] = {}
     if part in base_pair()["parts"]:
         settings = _json(packaged(folder) / CONFIG)

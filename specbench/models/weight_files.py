@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specbench.models.names import is_path
+from specbench.models.names import is_hub_id, is_path
 from specbench.models.packages import described, is_package
 from specbench.system.files import file_sha256
 from specbench.system.paths import packaged
@@ -65,8 +66,12 @@ def tokenizer_facts(pair: Mapping) -> dict | None:
 def answer_facts(pair: DictConfig) -> dict[str, Any]:
     """The settings and files of a pair that its target's answers depend on.
 
-    A file of answers resumes only with the same ones.
+    A file of answers resumes only with the same ones. Raises UserError if the target is nowhere.
     """
+    if is_hub_id(pair.target):  # or the commit in the cache would not be the one that is loaded
+        from specbench.models.model_source import fetch_small_files  # late: torch takes seconds
+
+        fetch_small_files(pair.target, pair.target_revision, pair.gated)
     settings = plain(pair)
     return {name: settings[name] for name in ANSWERING} | digests(settings)
 
@@ -100,4 +105,9 @@ def _checksums(path: Path, endings: tuple[str, ...]) -> dict[str, str]:
     files = (
         [path] if path.is_file() else sorted(file for file in path.iterdir() if file.name.endswith(endings))
     )
-    return {file.name: file_sha256(file) for file in files}
+    return {file.name: _sha256(file, file.stat().st_size, file.stat().st_mtime_ns) for file in files}
+
+
+@cache  # gigabytes, which the jobs of a sweep and the checks of a training share
+def _sha256(file: Path, _size: int, _changed: int) -> str:
+    return file_sha256(file)

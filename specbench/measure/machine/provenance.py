@@ -213,8 +213,9 @@ def weights(pair: Mapping, method: Mapping, engine: Mapping | None = None) -> di
         if path not in sources.values() and packaged(path).exists()
     }
     sources |= folders
-    sources |= {f"engine.{name}": (engine or {}).get(name) for name in ("target", "draft")}
-    in_its_words = ((engine or {}).get("speculative") or {}).get(method.get("name")) or {}
+    engine = engine or {}
+    sources |= {f"engine.{name}": engine.get(name) for name in ("target", "draft")}
+    in_its_words = (engine.get("speculative") or {}).get(method.get("name")) or {}
     sources |= {f"engine.{key}": path for key, path in _paths(in_its_words) if packaged(path).exists()}
     packages = pair.get("packages", {})
     facts = {

@@ -15,15 +15,11 @@ from specbench import METHODS, ROOT
 # Code that may change while a run is interrupted: folders, and files that make what is measured or choose its settings.
 NOT_MEASURING = ("specbench/report", "specbench/tiny")
 MAKING = (
-    *(
-        "methods/*/train.py",
-        "methods/*/calibrate.py",
-        "methods/common/training.py",
-        "methods/common/stored_states.py",
-    ),
+    *("methods/*/train.py", "methods/*/calibrate.py", "methods/common/training.py"),
     *("methods/common/head_training.py", "methods/common/losses.py", "methods/common/build.py"),
     *("methods/common/initialisation.py", "methods/common/masked_places.py"),
     *("methods/common/step_distillation.py", "methods/common/chained_steps.py"),
+    "methods/common/stored_states.py",
     *("methods/family.py", "methods/answer.py", "methods/states.py", "methods/parts.py"),
     *("specbench/commands/audit.py", "specbench/engines/audit.py", "specbench/engines/answer_files.py"),
     *("specbench/commands/tune.py", "specbench/commands/converse.py", "specbench/data/synthesis.py"),
