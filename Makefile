@@ -95,7 +95,7 @@ docs: $(STAMP) ## Build the documentation into build/site; a broken link fails
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet $(ARGS)
 	@echo "build/site/index.html; with its search: $(PY) -m http.server --directory build/site"
 
-readme-figures: $(STAMP) ## Measure the rows of docs/results/methods.md in rounds and write table and plots [RUNS="FOLDER ..." takes finished runs; ARGS="--wait 60"]
+readme-figures: $(STAMP) ## Measure the rows of a results page in rounds and write table and plots [ARGS="--pair smollm2-135m"; RUNS="FOLDER ..." takes finished runs]
 	@$(PY) docs/figures.py $(RUNS) $(ARGS)
 
 lint: $(STAMP) ## Check style, formatting and types

@@ -256,8 +256,9 @@ def measured_on(runs: list[Run]) -> str:
     shared = (
         f", {processes.pop()} processes a row in rounds" if len(processes) == 1 and processes != {1} else ""
     )
+    arguments = "" if summary["pair"] == "tiny" else f' ARGS="--pair {summary["pair"]}"'
     facts = [
-        f"`make readme-figures`{shared}, {' to '.join(dict.fromkeys((days[0], days[-1])))}",
+        f"`make readme-figures{arguments}`{shared}, {' to '.join(dict.fromkeys((days[0], days[-1])))}",
         f"{cpu}, {cores} cores" + (f", threads of torch: {threads.pop()}" if len(threads) == 1 else ""),
         f"pair `{summary['pair']}`, {remarks.dtype_label(summary)}, "
         + ("greedy" if summary["temperature"] == 0 else f"temperature {summary['temperature']:g}"),

@@ -25,7 +25,7 @@ from specbench.decoding.scheduler import Scheduler
 from specbench.decoding.state import Request
 from specbench.models.pairs import Pair, load_pair
 from specbench.models.weight_files import answer_facts
-from specbench.system.errors import UserError, file_errors
+from specbench.system.errors import UserError, file_errors, stoppable
 from specbench.system.files import (
     check_settings,
     lock_file,
@@ -113,7 +113,8 @@ def answer(cfg: DictConfig) -> Path:
         else:
             write_json(begun, settings)
         if done < cfg.count:
-            write(cfg, out, done)
+            with stoppable(lambda: f"conversation {count}" if (count := whole_lines(out)) else None):
+                write(cfg, out, done)
     print(out)
     return out
 

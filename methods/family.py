@@ -205,10 +205,11 @@ def shuffle(answers: Path) -> None:
     held_out: list[str] = []
     learnt: list[str] = []
     for group in groups:
-        (held_out if len(held_out) + len(group) <= size else learnt).extend(group)
+        (held_out if len(held_out) < size else learnt).extend(group)
     rng.shuffle(learnt)
-    count = len(held_out) + len(learnt)
-    lines = [(held_out if i % HELD_OUT_EVERY == 0 and held_out else learnt).pop() for i in range(count)]
+    lines: list[str] = []
+    while learnt:  # then a line or two that would be held out may be left
+        lines.append((learnt if len(lines) % HELD_OUT_EVERY else held_out).pop())
     partial = answers / "both.partial"
     partial.write_text("".join(lines), encoding="utf-8")
     partial.replace(answers / "both.jsonl")

@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 from methods.common.build import Step, run_all
 from methods.common.stored_states import RECORD as STATES
 from methods.common.stored_states import check_context
+from specbench import CONF
 from specbench.config.checks import check_sources
 from specbench.config.compose import program, words_of_pair
 from specbench.config.overrides import quoted
@@ -89,7 +90,7 @@ def checked_parts(cfg: DictConfig, layers: int) -> dict[str, dict[str, Any]]:
             check(f"parts.{name}.{key}", part.get(key), kind)
         if unknown := part.keys() - PART.keys():
             raise UserError(f"unknown key 'parts.{name}.{min(unknown)}': a part has {', '.join(PART)}")
-        settings = part["settings"]
+        settings = part["settings"] = trainers_depths(part["module"]) | part["settings"]
         for key in DEPTHS.keys() & settings:
             check(f"parts.{name}.settings.{key}", settings[key], DEPTHS[key])
         match settings:
@@ -102,6 +103,13 @@ def checked_parts(cfg: DictConfig, layers: int) -> dict[str, dict[str, Any]]:
         checked[name] = part
     _check_drafts(checked)
     return checked
+
+
+def trainers_depths(module: str) -> dict[str, Any]:
+    """The settings of a trainer, by its module, that name depths of the target, as conf/train_NAME.yaml has them."""
+    file = CONF / f"train_{module.rpartition('.')[0].rpartition('.')[2]}.yaml"
+    settings: Any = OmegaConf.to_container(OmegaConf.load(file)) if file.is_file() else {}
+    return {key: settings[key] for key in ("taps", "exit_layer") if key in settings}
 
 
 def _check_drafts(parts: Mapping[str, Mapping[str, Any]]) -> None:

@@ -9,6 +9,7 @@ from nbclient import NotebookClient
 from specbench import ROOT
 from specbench.measure.metrics.summary import summarise
 from specbench.measure.records import run_folder as store
+from specbench.system.errors import UserError
 from specbench.system.files import finite, write_json
 from tests.support.synthetic import CONFIG, FACTS, answered, columns, generation
 
@@ -71,6 +72,19 @@ def test_an_anatomy_is_of_what_the_speedup_is_against(tmp_path, monkeypatch):
     assert names["run"].summary["baseline"]["quoted_against"] == "hf_generate"
     worked_out, measured = names["anatomy"].iloc[3:5]
     assert worked_out == pytest.approx(measured)
+
+
+def test_an_anatomy_is_of_a_run_that_can_be_deployed(tmp_path, monkeypatch):
+    run_folder(tmp_path, "oracle", 9, FACTS | {"reference_answer": True})
+    monkeypatch.setenv("SPECBENCH_RUNS", str(tmp_path))
+    notebook = nbformat.read(ROOT / "notebooks" / "anatomy_of_a_speedup.ipynb", as_version=4)
+    cell = next(cell for cell in notebook.cells if cell.cell_type == "code")
+    with pytest.raises(UserError, match="no run in .* drafts for single answers"):
+        exec(cell.source, {})
+    run_folder(tmp_path, "sps", 3)
+    names: dict = {}
+    exec(cell.source, names)
+    assert names["run"].summary["method"] == "sps"
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

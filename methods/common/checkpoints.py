@@ -251,6 +251,8 @@ def read_checkpoint(
             state = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, EOFError, RuntimeError, ValueError, SafetensorError, UnpicklingError) as error:
         raise UserError(f"{what} in '{local}' cannot be read: {one_line(error)}") from error
+    if not isinstance(state, dict):
+        raise UserError(f"{what} in '{local}' cannot be read: {path.name} holds no tensors by name")
     tensors = {name: tensor for name, tensor in state.items() if not name.endswith(ANGLES)}
     return Checkpoint(folder, what, settings, tensors)
 

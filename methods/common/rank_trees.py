@@ -88,7 +88,11 @@ def checked_paths(named: Iterable[Sequence[int]], what: str) -> list[Path]:
         UserError: there are none, one is repeated, or one comes before its parent.
     """
     paths: dict[Path, None] = {(): None}
-    for ranks in map(tuple, named):
+    try:
+        listed = [tuple(map(int, ranks)) for ranks in named]
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{what} is no list of paths, such as [[0], [0, 0]]") from error
+    for ranks in listed:
         if not ranks or min(ranks) < 0 or ranks[:-1] not in paths or ranks in paths:
             raise UserError(f"{what} is broken: {list(ranks)} has no parent in front of it")
         paths[ranks] = None

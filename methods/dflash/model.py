@@ -252,6 +252,6 @@ def default_taps(layers: int, count: int) -> tuple[int, ...]:
         layers: of the target.
         count: of depths; as many as there are, if the target has fewer.
     """
-    first, last = min(2, layers - 1), max(layers - 2, 1)
+    first, last = min(2, layers - 1), min(max(layers - 2, 1), layers - 1)
     steps = max(count - 1, 1)
     return tuple(sorted({first + round(i * (last - first) / steps) for i in range(count)}))

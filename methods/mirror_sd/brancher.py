@@ -66,13 +66,14 @@ class SettledDraft:
         tokens: [n].
         probs: [n, rows] that they were drawn from; None when greedy.
         hit: whether it was begun before the decision was known; None when no draft was.
-        passes: of the draft model, those that drafted all branches together and those that drafted this one alone.
+        bytes_read: bytes of weights that were read since the draft before, those of other branches included; NaN if
+            unknown.
     """
 
     tokens: torch.Tensor
     probs: torch.Tensor | None
     hit: bool | None
-    passes: tuple[int, int]
+    bytes_read: float
 
 
 def never() -> bool:
@@ -92,6 +93,7 @@ class Brancher:
         exit_head: the target's norm and head, [n, d] -> logits [n, vocab]; None when nothing is guessed from an exit.
         plan: what is drafted ahead of the target's decision.
         streams: [s, d] embeddings of stream states; None for none.
+        exit_bytes: of the weights that `exit_head` reads.
     """
 
     _path: torch.Tensor  # [k] draft tokens as ids
@@ -102,6 +104,7 @@ class Brancher:
     _index: dict[tuple[int, int], int]
     _uniforms: torch.Tensor | None
     _generator: torch.Generator | None
+    _read: float = 0.0  # bytes of weights, since the last draft
 
     def __init__(
         self,
@@ -110,8 +113,10 @@ class Brancher:
         exit_head: Callable[[torch.Tensor], torch.Tensor] | None,
         plan: Plan,
         streams: torch.Tensor | None = None,
+        exit_bytes: int = 0,
     ):
         self.model, self.head, self.exit_head, self.plan = model, head, exit_head, plan
+        self.exit_bytes = exit_bytes
         self.device = model.device
         # Streams were trained in the model's own forward, which scales embeddings and streams alike.
         self.streams = (
@@ -147,6 +152,7 @@ class Brancher:
         self._forget()
         self._draw()
         self._run(self.model.embed(prompt.unsqueeze(0)))
+        self._read = 0.0  # a prompt is no part of a draft
 
     @torch.inference_mode()
     def foresee(self) -> None:
@@ -157,7 +163,7 @@ class Brancher:
         unfed = self._path[self._fed - self._base :]
         if unfed.shape[0] and self.plan.guesses != "none":
             hidden = self._run(self.model.embed(unfed.unsqueeze(0)))
-            logits = self.head.logits(self.model.norm(hidden[0, -1:]))
+            logits = self._logits(hidden[0, -1:])
             self._path_logits = torch.cat([self._path_logits[: self._path.shape[0]], logits])
 
     @torch.inference_mode()
@@ -183,15 +189,10 @@ class Brancher:
             self._grow(growth)
         self._index = index
 
-    def end(self) -> int:
-        """Ends the sequence.
-
-        Returns:
-            Passes of the draft model for branches that were not used; -1 if none were begun.
-        """
-        passes = -1 if self._growth is None else self._growth.passes
+    def end(self) -> float:
+        """Ends the sequence; returns the bytes of weights that were read after its last draft, NaN if unknown."""
         self._forget()
-        return passes
+        return self._take_read()
 
     @torch.inference_mode()
     def settle(
@@ -209,7 +210,7 @@ class Brancher:
         at, limit = self._base + accepted, min(limit, self.plan.depth)
         branch = self._index.get((accepted, following))
         expanded = self._growth
-        hit, together = (None, 0) if expanded is None else (False, expanded.passes)
+        hit = None if expanded is None else False
         # If there was no time for a pass, nothing is written.
         if expanded is not None and branch is not None and (written := expanded.of(branch)):
             hit, growth = True, self._pick(expanded, branch, written, accepted, at)
@@ -220,10 +221,9 @@ class Brancher:
             root = on_device([following], self.device)
             seen = (columns >= 0).unsqueeze(0) if self.streams.shape[0] else None
             growth = self._sprout(fed, root, root * 0 + ahead.shape[0], seen, columns, ahead)
-        begun = growth.passes
         while not self._grown(growth, limit):
             if unwanted():
-                return SettledDraft(self._path[:0], None, hit, (together, growth.passes - begun))
+                return SettledDraft(self._path[:0], None, hit, 0.0)  # `end` counts what was read
             self._grow(growth)
         if growth.seen is not None:  # remove the entries of wrong guesses
             self._keep(growth.base, growth.seen[0].nonzero().squeeze(1))
@@ -233,7 +233,7 @@ class Brancher:
         probs = None if self._decoding.greedy else self._decoding.probs(self._path_logits[:limit])
         self._forget()
         self._draw()
-        return SettledDraft(self._path, probs, hit, (together, growth.passes - begun))
+        return SettledDraft(self._path, probs, hit, self._take_read())
 
     # -- growing
 
@@ -287,7 +287,7 @@ class Brancher:
         start = self._fed
         hidden = self._run(hidden, all_columns, rows_seen)[0]
         self._fed = start + n + m * v  # streams leave no entries
-        logits = self.head.logits(model.norm(hidden[n : n + m * v])).view(m, v, -1)
+        logits = self._logits(hidden[n : n + m * v]).view(m, v, -1)
         rows, tokens = self._choose(growth, logits)
         right = (growth.guesses == tokens[:, :w]).long().cumprod(1).sum(1)  # [m] guesses that came true
         came_true = identity.unsqueeze(2) & (steps <= right.unsqueeze(1)).unsqueeze(1)
@@ -296,7 +296,7 @@ class Brancher:
         growth.last_tokens = tokens.gather(1, right.unsqueeze(1)).squeeze(1)
         last = torch.arange(m, device=self.device) * v + right
         states = hidden[n + m * v :].view(m * v, s, -1)[last]
-        growth.guesses = self.head.ids(argmax_token(self.head.logits(model.norm(states))))
+        growth.guesses = self.head.ids(argmax_token(self._logits(states)))
         growth.written.append(Written(tokens, rows, logits, right + 1))
         growth.counts = growth.counts + right + 1
         growth.offsets = growth.offsets + right + 1
@@ -310,7 +310,7 @@ class Brancher:
             growth.columns = torch.cat([growth.columns, growth.offsets])
         seen = growth.seen
         hidden = self._run(self.model.embed(feed.unsqueeze(0)), growth.columns, seen)[0, -m:]
-        logits = self.head.logits(self.model.norm(hidden)).unsqueeze(1)
+        logits = self._logits(hidden).unsqueeze(1)
         rows, tokens = self._choose(growth, logits)
         growth.written.append(Written(tokens, rows, logits, None))
         growth.last_tokens, growth.ahead = tokens[:, 0], growth.ahead[:0]
@@ -331,7 +331,17 @@ class Brancher:
             ctx = ForwardContext.nodes(self._fed + n - columns.shape[0], columns, seen)
         out = self.model.run_layers(hidden, self._cache, self._fed if ctx is None else ctx)
         self._fed += n
+        self._read += self.model.pass_bytes(head=False, tokens=n)
         return out
+
+    def _logits(self, states: torch.Tensor) -> torch.Tensor:
+        """The draft model's logits [n, rows] of the states [n, d] of its last layer."""
+        self._read += self.head.bytes
+        return self.head.logits(self.model.norm(states))
+
+    def _take_read(self) -> float:
+        read, self._read = self._read, 0.0
+        return read
 
     def _keep(self, start: int, path: torch.Tensor) -> None:
         """Of the entries from `start` on keeps only start + path[i], path [n], and moves them to start + i."""
@@ -423,6 +433,7 @@ class Brancher:
             branches = likely_decisions(draft_probs, self._rows, reaching, *limits)
             return replace(branches, tokens=self.head.ids(branches.tokens))
         assert self.exit_head is not None  # there is one for all other guesses
+        self._read += self.exit_bytes
         probs = torch.softmax(self.exit_head(states).float(), dim=-1)
         if plan.guesses == "both":
             probs = mixture(probs, draft_probs, self.head.token_ids)
@@ -438,4 +449,5 @@ class Brancher:
         """
         self._uniforms = None
         if self._generator is not None:
-            self._uniforms = torch.rand(self._width, generator=self._generator, device=self.device)
+            draws = {"generator": self._generator, "device": self.device, "dtype": torch.float64}
+            self._uniforms = torch.rand(self._width, **draws)

@@ -41,7 +41,7 @@ class Message:
     Attributes:
         kind: a `Command` or a `Response`.
         numbers: up to four integers.
-        reals: up to two.
+        reals: up to three.
         sent: when, by the clock that all processes of a machine share.
     """
 
@@ -64,7 +64,7 @@ class MessageQueue:
     def __init__(self, semaphore: threading.Semaphore | Semaphore, shared: bool = False, spins: bool = False):
         self.arrived, self.spins = semaphore, spins
         self.numbers = torch.zeros(RING, 5, dtype=torch.int64)
-        self.reals = torch.zeros(RING, 3, dtype=torch.float64)
+        self.reals = torch.zeros(RING, 4, dtype=torch.float64)
         if shared:
             self.numbers.share_memory_()
             self.reals.share_memory_()

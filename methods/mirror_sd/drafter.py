@@ -28,6 +28,7 @@ from specbench.decoding.model.staged_model import StagedModel
 from specbench.decoding.sampling import SamplingParams, answer_seed
 from specbench.decoding.state import Batch, Draft, Prefill, SequenceState, Verified
 from specbench.decoding.trace import Clock
+from specbench.models.devices import choose_device
 from specbench.models.pairs import Pair, draft_of
 from specbench.system.errors import UserError
 from specbench.system.settings import Count, Natural, Positive, Probability
@@ -60,16 +61,13 @@ class BranchingDrafter(Drafter):
     ):
         draft: Any = draft_of(pair)
         if draft_device is not None:
-            draft = copy.deepcopy(draft).to(draft_device)
+            draft = copy.deepcopy(draft).to(choose_device(draft_device, "method.draft_device"))
         self.max_draft_tokens = max_draft_tokens
         self.ratio = acceptance == "ratio"
         self.deterministic = not self.ratio
         self.model = StagedModel(draft, pair.vocab_size)
         self.head = draft_head(pair, self.model)
         streams = None if weights is None else load_streams(weights, draft, pair.draft_expansion)
-        self._ahead_bytes = self._pass_bytes = self.model.pass_bytes(head=False) + self.head.bytes
-        if streams is not None:  # whose states go through the head by themselves
-            self._pass_bytes += self.head.bytes
         self._parts = draft, pair.vocab_size, self.head.target_vocab, self.head.token_ids, streams
 
     @staticmethod
@@ -158,9 +156,6 @@ class MirrorSD(BranchingDrafter):
         plan = Plan(max_draft_tokens, kappa, branches, positions == "first", candidates, floor)
         self.device = target.device
         exit_parts = _exit_parts(target, self.model) if candidates in ("exit", "both") else None
-        # Of the guesses, and of looking ahead for them.
-        self._guessed_bytes = sum(_bytes(module) for module in exit_parts or ()) + self._ahead_bytes
-
         if placement == "auto":
             placement = "thread" if "cuda" in (target.device.type, self.model.device.type) else "process"
         # A worker drafts while the target verifies.
@@ -202,13 +197,10 @@ class MirrorSD(BranchingDrafter):
         """Waits for the draft after the last decision."""
         settled, overlap = self.worker.collect()
         probs = self._widened(settled.probs)
-        read = sum(settled.passes) * self._pass_bytes
-        if settled.hit is not None:
-            read += self._guessed_bytes
         tokens = settled.tokens.to(self.device).unsqueeze(0)
         self._depth = min(self.max_draft_tokens, batch.sequences[0].remaining - 2)
         probs = None if probs is None else probs.to(self.device)
-        self._current = Draft(tokens, probs, bytes_read=read, stats=overlap)
+        self._current = Draft(tokens, probs, bytes_read=settled.bytes_read, stats=overlap)
         self._begun = self._clock.mark()
         return self._current
 
@@ -237,8 +229,7 @@ class MirrorSD(BranchingDrafter):
 
     def end(self, slot: int) -> float:
         """Stops the draft's side until the next answer; counts the branches after the last draft."""
-        passes = self.worker.end()
-        return 0 if passes < 0 else passes * self._pass_bytes + self._guessed_bytes
+        return self.worker.end()
 
     def close(self) -> None:
         """Ends the draft's side."""
@@ -284,8 +275,7 @@ class StreamingSampling(BranchingDrafter):
     def draft(self, batch: Batch) -> Draft:
         """Drafts after the last decision."""
         settled = self.brancher.settle(*self._decision, batch.max_draft)
-        read = sum(settled.passes) * self._pass_bytes
-        return Draft(settled.tokens.unsqueeze(0), self._widened(settled.probs), bytes_read=read)
+        return Draft(settled.tokens.unsqueeze(0), self._widened(settled.probs), bytes_read=settled.bytes_read)
 
     def commit(self, batch: Batch, verified: Verified) -> None:
         """Notes the target's decision."""
@@ -345,4 +335,5 @@ def make_brancher(
         model.prefill(first, model.new_cache(1 + model.padding))
         if exit_head is not None:
             exit_head(weight.new_zeros(1, weight.shape[1]))
-    return Brancher(model, DraftHead(model, target_vocab, token_ids), exit_head, plan, streams)
+    exit_bytes = sum(_bytes(part) for part in exit_parts or ())
+    return Brancher(model, DraftHead(model, target_vocab, token_ids), exit_head, plan, streams, exit_bytes)

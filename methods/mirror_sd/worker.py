@@ -106,7 +106,7 @@ class Inline:
         self._before_exit = self._behind_exit = 0.0
         return settled, overlap
 
-    def end(self) -> int:
+    def end(self) -> float:
         """Ends the sequence and abandons its work. Returns what `Brancher.end` does."""
         return self.brancher.end()
 
@@ -158,20 +158,20 @@ class Remote:
         """Waits for the draft after the last decision; as `Inline.collect`."""
         start = time.perf_counter()
         message = self._answer(Response.DRAFT, self.timeout)
-        n, hit, together, alone = message.numbers
+        n, hit, *_ = message.numbers
         before_exit, behind_exit, exposed = self.channel.spans()
-        idle, ipc = message.reals
+        idle, ipc, read = message.reals
         ipc += time.perf_counter() - max(start, message.sent)
-        settled = SettledDraft(*self.channel.draft(n), None if hit < 0 else bool(hit), (together, alone))
+        settled = SettledDraft(*self.channel.draft(n), None if hit < 0 else bool(hit), read)
         return settled, overlap_of(settled.hit, before_exit, behind_exit, exposed, idle, ipc)
 
-    def end(self) -> int:
+    def end(self) -> float:
         """Ends the sequence, and waits until the draft's side has given it up; as `Inline.end`."""
         if not self._active:
-            return -1
+            return 0.0
         self._active = False
         self.channel.requests.put(Command.END)
-        return self._answer(Response.ENDED, self.timeout).numbers[0]
+        return self._answer(Response.ENDED, self.timeout).reals[0]
 
     def close(self) -> None:
         """Ends the draft's side, by force if it does not answer."""
@@ -290,7 +290,7 @@ class Process(Remote):
             torch.set_num_threads(min(self._threads, len(self._target_cores)))
         super().begin(prompt, room, decoding, seed)
 
-    def end(self) -> int:
+    def end(self) -> float:
         """Ends the sequence; this side has all cores again."""
         try:
             return super().end()
@@ -348,7 +348,7 @@ def serve(channel: ThreadChannel | ProcessChannel, brancher: Brancher, alive: Ca
             match message.kind:
                 case Command.BEGIN:
                     n, room, seed, top_k = message.numbers
-                    temperature, top_p = message.reals
+                    temperature, top_p, _ = message.reals
                     decoding = SamplingParams(1, temperature, top_k=top_k, top_p=top_p)
                     active = True
                     idle = ipc = before_exit = behind_exit = 0.0
@@ -368,10 +368,8 @@ def serve(channel: ThreadChannel | ProcessChannel, brancher: Brancher, alive: Ca
                     channel.put_draft(settled.tokens, settled.probs)
                     hit = -1 if settled.hit is None else int(settled.hit)
                     channel.put_spans((before_exit, behind_exit, elapsed(begun, clock.mark())))
-                    reals = (idle, ipc)
-                    channel.replies.put(
-                        Response.DRAFT, settled.tokens.shape[0], hit, *settled.passes, reals=reals
-                    )
+                    reals = (idle, ipc, settled.bytes_read)
+                    channel.replies.put(Response.DRAFT, settled.tokens.shape[0], hit, reals=reals)
                     idle = ipc = before_exit = behind_exit = 0.0
                     if not requests.waiting():
                         begun = clock.mark()
@@ -380,7 +378,7 @@ def serve(channel: ThreadChannel | ProcessChannel, brancher: Brancher, alive: Ca
                 case Command.END:
                     active = False
                     clock.synchronize()  # what is queued for the sequence; marks of it are read now
-                    channel.replies.put(Response.ENDED, brancher.end())
+                    channel.replies.put(Response.ENDED, reals=(brancher.end(),))
                 case _:
                     return
         except Exception as error:  # noqa: BLE001 - sent to the other side, which ends the run

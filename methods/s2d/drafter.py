@@ -74,11 +74,6 @@ class SortedDraft(SpeculativeSampling):
             )
         self.thresholds = choose_thresholds(thresholds, len(self.exits))
         self.layers = self.exits[-1]
-        self._exit_bytes: dict[int, float] = {}
-        read, start = 0.0, 0
-        for end in self.exits:  # every exit on the way costs a use of the head
-            read += self.model.pass_bytes(start, end, head=False) + self.head.bytes
-            self._exit_bytes[end], start = read, end
 
     def open(self, slots: Slots, target: StagedModel) -> None:
         """Allocates the draft model's cache, and room for the states of tokens at the exits."""
@@ -118,18 +113,20 @@ class SortedDraft(SpeculativeSampling):
             draft.stats = {"exits": [[self.layers] * draft.tokens.shape[1]] * batch.size}
         return draft
 
-    def _draft_bytes(self, batch: Batch, n: int, k: int) -> float:
-        """Bytes of weights that k tokens read."""
-        return k * self._exit_bytes[self.layers]
+    def _pass_bytes(self, tokens: int) -> float:
+        """Bytes of weights that a pass of `tokens` tokens through the only exit reads."""
+        return self.model.pass_bytes(0, self.layers, head=False, tokens=tokens) + self.head.bytes
 
     def _next(self, batch: Batch, ids: torch.Tensor, offset: int) -> tuple[torch.Tensor, Any, float]:
         """One pass; each sequence takes its first exit that is sure enough, and the batch runs to the deepest one."""
         model, cache, (b, n) = self.model, self._layout.cache, ids.shape
         # Tokens given to the model, these included.
         fed = [length - 1 + offset + n for length in batch.lengths]
-        ctx, hidden, lo = self._layout.place(batch, n, offset), model.embed(ids), 0
+        ctx, hidden, lo, read = self._layout.place(batch, n, offset), model.embed(ids), 0, 0.0
         deciding: torch.Tensor | None = None
         for i, (end, threshold) in enumerate(zip(self.exits, self.thresholds)):
+            # Every exit on the way costs a use of the head.
+            read += model.pass_bytes(lo, end, head=False, tokens=b * hidden.shape[1]) + self.head.bytes
             hidden = model.run_layers(hidden, cache, ctx, lo, end)
             logits = self.head.logits(model.norm(last_tokens(hidden, fed)))
             if deciding is None:
@@ -151,7 +148,7 @@ class SortedDraft(SpeculativeSampling):
             deeper[:b] = fed
             ctx, lo = self._newest_context(fed, width), end
             hidden = self._exit_states(i, ctx, b)
-        return chosen, layers, self._exit_bytes[end]
+        return chosen, layers, read
 
     def _stats(self, passes: list[Any]) -> dict[str, Any]:
         """`exits`: the layers that each draft token went through."""

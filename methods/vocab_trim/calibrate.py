@@ -87,10 +87,10 @@ def calibrate(cfg: DictConfig) -> Path:
         raise UserError("generated text has no end: limit it, such as tokens=100000")
     check_conversations(cfg)
     pair = load_pair(cfg.pair, cfg.seed, with_draft=cfg.source == "draft_generated")
-    counts, data = count(answers(cfg, pair, cfg.source), cfg.tokens, cfg.source)
     forced = len(always_kept(pair.tokenizer, pair.stop_ids))
     if cfg.size is not None and cfg.size < forced:
         raise UserError(f"size={cfg.size} is too small: {forced} special tokens are always kept")
+    counts, data = count(answers(cfg, pair, cfg.source), cfg.tokens, cfg.source)
     rows = rank(counts, pair.tokenizer, pair.stop_ids)[: cfg.size]
     facts = {"source": cfg.source, "pair": pair.name, "tokens": counts.total(), "data": data}
     facts |= {"questions": questions_of(cfg), "left_out": count_left_out(cfg)}

@@ -24,6 +24,7 @@ from specbench.config.folders import group_file
 from specbench.measure.records import run_folder as store
 from specbench.system.arguments import Parser
 from specbench.system.errors import UserError, one_line, one_line_errors, print_error
+from specbench.system.files import read_json, write_json
 from specbench.system.processes import end_with_parent
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 MODES = ("online", "offline")
 CACHE = Path("runs") / "wandb"  # where `compare` puts the run folders that it gets
+IDS = ".wandb_ids.json"  # beside run folders that were downloaded: the id of each on the service, by its name
 OFFLINE_SECONDS = 120  # time limit for logging without the service
 API_SECONDS = 20  # time limit for an answer of the service
 
@@ -139,9 +141,9 @@ def group_frame(
 def pull(group: str, project: str = "specbench", entity: str | None = None, into: Path = CACHE) -> list[Path]:
     """Downloads the run folders of a group from the service into `into`/<group>/; returns them sorted by name.
 
-    A folder that exists is not fetched again; if it holds another run of that name, the run's id is appended. A run
-    without a folder is left out with a warning. entity: None is the user's own. Raises UserError if there is no such
-    group, no login, or no network.
+    A run is fetched once, also if its name has changed since; if a folder holds another run of that name, the run's id
+    is appended. A run without a folder is left out with a warning. entity: None is the user's own. Raises UserError if
+    there is no such group, no login, or no network.
     """
     if not group:
         raise UserError("name the group: make wandb-compare GROUP=name")
@@ -149,13 +151,20 @@ def pull(group: str, project: str = "specbench", entity: str | None = None, into
 
     group_runs = _run_folders(group, project, entity)
     names = [name for name, _, _ in group_runs]
-    folders = []
+    folders, root = [], into / _file_name(group)
+    ids = read_json(root / IDS) if (root / IDS).is_file() else {}
+    fetched = {
+        ids.get(one.name) or run_id(one): one
+        for one in (sorted(root.iterdir()) if root.is_dir() else [])
+        if store.is_complete(one)
+    }
     for name, number, artifact in group_runs:
-        folder, with_id = (into / _file_name(group) / _file_name(one) for one in (name, f"{name}_{number}"))
-        if names.count(name) > 1 or (store.is_complete(folder) and run_id(folder) != number):
-            folder = with_id
+        folder = fetched.get(number) or root / _file_name(name)
+        if number not in fetched and (names.count(name) > 1 or store.is_complete(folder)):
+            folder = root / _file_name(f"{name}_{number}")
         if artifact is not None and not store.is_complete(folder):
             _download(artifact, folder)
+            write_json(root / IDS, ids := ids | {folder.name: number})
         if store.is_complete(folder):
             folders.append(folder)
         else:

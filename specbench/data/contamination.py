@@ -40,7 +40,8 @@ class MeasuredTexts:
         self._by_start: defaultdict[tuple[str, ...], list[tuple[str, ...]]] = defaultdict(list)
         for question in questions:
             for turn in question.texts:
-                self._turns.add(words_of(turn))
+                if words := words_of(turn):  # a question without any would match every such message
+                    self._turns.add(words)
             for text in (*question.texts, *(question.reference or ())):
                 words = words_of(text) if isinstance(text, str) else ()
                 self._add(words)
@@ -117,7 +118,7 @@ class BenchmarkNgrams:
     def __init__(self, questions: Iterable[Question]):
         turns = [words_of(turn) for question in questions for turn in question.texts]
         self._ngrams = {ngram for words in turns for ngram in ngrams(words, WORDS)}
-        self._short = {words for words in turns if len(words) < WORDS}
+        self._short = {words for words in turns if 0 < len(words) < WORDS}
 
     def in_text(self, text: str) -> bool:
         """Whether a message is a short turn, or shares a run of words with a longer one."""

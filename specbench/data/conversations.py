@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from itertools import count, dropwhile, islice
 from typing import TYPE_CHECKING, TypeVar
 
@@ -30,6 +31,7 @@ ROLES = {
 HELD_OUT_EVERY = 50  # one conversation in this many is never trained on
 SHUFFLED = 1024  # conversations that a draw is made from
 WAITING = 48  # rows to choose from when one is filled: about 3 % of a row stays empty
+HUB_SECONDS = 20.0  # for the hub to answer in
 SILENT_SECONDS = 2  # work that takes longer shows a progress bar
 
 Messages = list[dict]  # [{"role": ..., "content": ...}], with "complete": False for an answer that was cut
@@ -70,7 +72,7 @@ def conversations(
         chosen = (messages for i, messages in rows if (i % HELD_OUT_EVERY == 0) == held_out)
         answered = 0
         for messages in shuffled(chosen, random.Random(f"{cfg.seed} {epoch}")):
-            answered += any(message["role"] == "assistant" for message in messages)
+            answered += any(m["role"] == "assistant" and bool(m["content"].strip()) for m in messages)
             yield messages
         if needs_answers and not answered:
             besides = "" if measured is None else f", beside those with a text of {cfg.data.name}"
@@ -175,7 +177,12 @@ def is_file(source: str) -> bool:
 
 
 def read(source: str, split: str = "train") -> Iterator[Messages]:
-    """One pass over a file or data set, row by row."""
+    """One pass over a file or data set, row by row.
+
+    Args:
+        source: a file, or a data set on the hub: NAME, or NAME@REVISION for another commit than its newest.
+        split: of a data set.
+    """
     if is_file(source):
         with open(packaged(source), "rb") as lines:  # bytes that are no text are a fault of their line
             for number, line in enumerate(lines, 1):
@@ -191,8 +198,9 @@ def read(source: str, split: str = "train") -> Iterator[Messages]:
         return
     from datasets import load_dataset  # late: it takes a second
 
+    name, _, revision = source.partition("@")
     try:
-        rows = load_dataset(source, split=split, streaming=True)
+        rows = load_dataset(name, revision=commit_of(source) or revision or None, split=split, streaming=True)
     except Exception as error:
         raise UserError(f"no conversations '{source}': neither a file nor a data set ({error})") from error
     for number, row in enumerate(rows, 1):
@@ -200,6 +208,24 @@ def read(source: str, split: str = "train") -> Iterator[Messages]:
             yield parse(row)
         except (KeyError, TypeError) as error:
             raise UserError(f"{source}, row {number}: {no_conversation(error)}") from error
+
+
+@cache
+def commit_of(source: str) -> str | None:
+    """The commit of a data set on the hub that this process reads; None for one on the disk, or where no hub answers.
+
+    Args:
+        source: as in `read`.
+    """
+    name, _, revision = source.partition("@")
+    if packaged(name).exists():
+        return None
+    from huggingface_hub import HfApi
+
+    try:
+        return HfApi().dataset_info(name, revision=revision or None, timeout=HUB_SECONDS).sha
+    except Exception:  # noqa: BLE001 - whatever is wrong with it, `load_dataset` says so
+        return None
 
 
 def no_conversation(error: Exception) -> str:

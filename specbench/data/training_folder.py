@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specbench.data.contamination import stages
-from specbench.data.conversations import count_left_out
+from specbench.data.conversations import commit_of, count_left_out
 from specbench.data.questions import questions_sha256
 from specbench.models.weight_files import digests
 from specbench.system.errors import UserError
@@ -45,7 +45,7 @@ def conditions(cfg: DictConfig) -> dict[str, Any]:
 
 
 def data_of(cfg: DictConfig) -> str:
-    """Identifies a training's text: a file's sha256, a data set's name and split, or a stream's settings."""
+    """Identifies a training's text: a file's sha256, a data set's commit and split, or a stream's settings."""
     if cfg.conversations is None:
         settings = plain(cfg.pair.training)
         name = settings.pop("_target_")
@@ -53,7 +53,11 @@ def data_of(cfg: DictConfig) -> str:
             f"{name}({', '.join(f'{key}={value}' for key, value in settings.items())})" if settings else name
         )
     path = packaged(cfg.conversations)
-    return f"sha256:{file_sha256(path)}" if path.is_file() else f"{cfg.conversations}:{cfg.split}"
+    if path.is_file():
+        return f"sha256:{file_sha256(path)}"
+    commit = commit_of(cfg.conversations)
+    name = cfg.conversations if commit is None else f"{cfg.conversations.partition('@')[0]}@{commit}"
+    return f"{name}:{cfg.split}"
 
 
 def questions_of(cfg: DictConfig) -> str | None:

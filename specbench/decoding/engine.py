@@ -423,7 +423,7 @@ class Engine:
         read = self.drafter.end(slot)
         last = one.steps[-1] if one.steps else None
         if read and last is not None and last.draft_bytes is not None:  # unknown bytes stay unknown
-            last.draft_bytes += int(read)
+            last.draft_bytes = counted(last.draft_bytes + read)
 
     @torch.inference_mode()
     def reserve(self, requests: list[Request]) -> None:

@@ -15,7 +15,7 @@ from specbench.config.spec import AGAIN, BASELINE, HF, METHOD, OWN_LOOP, POOL
 from specbench.decoding.sampling import TARGET, position_uniforms, truncate_at_stop
 from specbench.measure.engine_referee import EngineReferee, NotReportedError
 from specbench.measure.lean import Lean, leans
-from specbench.measure.likelihood import Likelihood, is_blurred, likelihood
+from specbench.measure.likelihood import Likelihood, is_blurred, is_judged_by_ours, likelihood
 from specbench.measure.metrics.metrics import EXACT, TIE, VERDICTS, VIOLATION
 from specbench.measure.numeric_noise import (
     BLOCKS,
@@ -260,9 +260,13 @@ class Certifier:
     def likelihood(self, request: Request, tokens: list[int]) -> Likelihood:
         """The likelihood of a drawn answer under the target."""
         target, decoding, stop_ids = self.setup.target, request.decoding, self.setup.pair.stop_ids
-        noise = self.noise(METHOD) if is_blurred(target.dtype, decoding) else 0.0
-        # The judge's passes are the model's own, as another program's are.
-        edge_noise = max(self.noise(METHOD), self._noise_of_others) if decoding.truncation else 0.0
+        noise = edge_noise = 0.0
+        if is_blurred(target.dtype, decoding):
+            noise = self.noise(METHOD)
+            if not is_judged_by_ours(target):  # but by the model's own passes, as another program's are
+                noise = max(noise, self._noise_of_others)
+        if decoding.truncation:
+            edge_noise = max(noise, self._noise_of_others)
         return likelihood(target, request.prompt, tokens, decoding, stop_ids, noise, edge_noise)
 
     def leans(self, requests: list[Request]) -> list[Lean]:

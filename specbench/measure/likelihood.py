@@ -97,11 +97,16 @@ def is_blurred(dtype: torch.dtype, decoding: SamplingParams) -> bool:
 def judging_logits(target: StagedModel, prompt: list[int], answer: list[int]) -> torch.Tensor:
     """Logits [len(answer), vocab] by the model's own forward, so that no fault of our passes judges itself.
 
-    On a CPU in half precision such a pass may take seconds: there our passes of one token are used, as in AR decoding.
+    Where that would take too long, our passes of one token are used, as in AR decoding.
     """
-    if target.device.type == "cpu" and target.dtype != torch.float32:
+    if is_judged_by_ours(target):
         return forced_logits(target, prompt, answer, block=1)
     return forced_rows(target, prompt, answer, BLOCK, 1)[0]
+
+
+def is_judged_by_ours(target: StagedModel) -> bool:
+    """Whether our own passes judge: on a CPU in half precision, where one of the model's forward may take seconds."""
+    return target.device.type == "cpu" and target.dtype != torch.float32
 
 
 def with_stop(tokens: list[int], limit: int, stop_ids: Collection[int], logits: torch.Tensor) -> list[int]:

@@ -162,18 +162,20 @@ def shape_noise(
         changes: result of `shape_changes` for these arguments; None: it is called.
 
     Returns:
-        Logits; 0 if no shape changes any, and there are no trees, or only passes of our own kernels.
+        Logits; 0 if no shape changes any, as in passes of our own kernels alone.
     """
     changes = changes or shape_changes(target, samples, trees, widest)
     ours = changes.values.max().item()
     if ours == 0.0:
-        # Short samples may miss the few nodes of trees that round differently, but in our own kernels none does.
-        ours_alone = target.device.type == "cpu" and target.uses_torch is None
-        exact = ours_alone and rows * widest <= native.MOST_TOKENS
-        if exact or not trees:
+        # Short samples may miss the few nodes of trees that round differently, and passes that are too wide for our
+        # own kernels, in which no shape rounds differently.
+        own_kernels = target.device.type == "cpu" and target.uses_torch is None
+        too_wide = rows * widest > native.MOST_TOKENS
+        if not too_wide if own_kernels else not trees:
             return 0.0
         passes = (forced_logits(target, *sample, max(BLOCKS)) for sample in samples)
-        return 2 * max((logit_step(target, logits) for logits in passes), default=0.0)
+        step = 2 * max((logit_step(target, logits) for logits in passes), default=0.0)
+        return max(step, foreign_noise(target, samples)) if own_kernels else step
     model, step = model_change(target, samples, changes.firsts, changes.blocks)
     largest = ours if ours <= NOT_ROUNDING * model else model
     return 2 * (max(largest, step) if trees else largest)

@@ -228,7 +228,7 @@ class Job:
                     if questions[0].question_id in done:
                         continue
                     if probes.is_due():
-                        probes.take_again()
+                        probes.take_if_possible()
                     begun = time.perf_counter()
                     try:
                         records = attempt(bench, questions, pool, repeat)
@@ -236,7 +236,7 @@ class Job:
                         self._keep(run_facts, bench)
                     spent = (time.perf_counter() - begun) / len(questions)
                     if pool == len(planned) - 1:
-                        probes.take_again()
+                        probes.take_if_possible()
                     records[-1]["speed"] = probes.collect()
                     shared = {"process": process, "wall_seconds": spent}
                     self.journal.append(*(record | shared for record in records))
@@ -261,7 +261,7 @@ class Job:
         if chosen["unfit"]:
             print(f"this machine is not fit for measuring now: {'; '.join(chosen['unfit'])}", file=sys.stderr)
         probes = Probes(setup.pair.device, bench.conductor.settle)
-        first = probes.take()
+        first = probes.take_if_possible()
         speed = {"machine": probes.machine, "best": probes.best}
         chosen |= {"device": str(setup.pair.device), "processor": hardware.processor(setup.pair.device)}
         chosen["engine_version"] = None if setup.served is None else setup.served.version
@@ -271,10 +271,11 @@ class Job:
         except UserError as error:
             store.give_up(self.run_dir, str(error))
             raise
-        ceiling = bandwidth.bandwidth(setup.pair.device)
+        ceiling = bandwidth.bandwidth_if_possible(setup.pair.device)
         if (self.run_dir / store.FACTS).exists():  # peak and ceiling are those of all processes
             facts_before = read_json(self.run_dir / store.FACTS)
-            ceiling = max(ceiling, facts_before["bandwidth_bytes_per_second"])
+            ceilings = ceiling, facts_before["bandwidth_bytes_per_second"]
+            ceiling = max((one for one in ceilings if one is not None), default=None)
             bench.conductor.peak_memory = facts_before["peak_memory_bytes"]
             if setup.served is not None:  # a fault that the handshake found again is not new
                 before, faults = facts_before["engine"]["faults"], setup.served.faults

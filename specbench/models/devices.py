@@ -12,25 +12,31 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 SWITCH = "SPECBENCH_COMPILE"  # an environment variable; 0: layers on a CPU are compiled only on request
 
 
-def choose_device(name: str) -> torch.device:
+def choose_device(name: str, key: str = "pair.device") -> torch.device:
     """The device of that name; "auto" is CUDA if available, each of several processes with its own device.
 
-    Raises UserError for a device that this machine does not have.
+    Args:
+        name: such as "auto", "cpu" or "cuda:0".
+        key: the setting that it comes from, for messages.
+
+    Raises:
+        UserError: this machine does not have it.
     """
+    rank, there = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
     if name == "auto":
-        return torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu")
+        if there and rank >= there:
+            raise UserError(
+                f"process {rank + 1} has no CUDA device: this machine has {there}, one per process"
+            )
+        return torch.device(f"cuda:{rank}" if torch.cuda.is_available() else "cpu")
     if name != "cpu" and int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise UserError(
-            f"several processes cannot share pair.device={name}: use auto, which gives each its own"
-        )
+        raise UserError(f"several processes cannot share {key}={name}: use auto, which gives each its own")
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise UserError(f"pair.device '{name}' is not a device: use auto, cpu or cuda:0") from error
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UserError(
-            f"pair.device is '{name}', but this machine has {torch.cuda.device_count()} CUDA devices"
-        )
+        raise UserError(f"{key} '{name}' is not a device: use auto, cpu or cuda:0") from error
+    if device.type == "cuda" and (device.index or 0) >= there:
+        raise UserError(f"{key} is '{name}', but this machine has {there} CUDA devices")
     # With its number: torch does not match a device without one to the current device.
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 

@@ -87,18 +87,31 @@ class Sizes:
     vocab: int
 
     @classmethod
-    def of(cls, settings: Mapping) -> Sizes:
-        """The sizes in a config.json or a pair's shape, of any family."""
-        hidden, heads = settings["hidden_size"], settings["num_attention_heads"]
-        kv_heads = settings.get("num_key_value_heads") or heads
+    def of(cls, settings: Mapping, name: str = "the model") -> Sizes:
+        """The sizes in a config.json or a pair's shape, of any family. Raises UserError if one is missing or none.
+
+        Args:
+            settings: the config or shape.
+            name: whose it is, for messages.
+        """
+
+        def count(*keys: str) -> int:
+            value = next((settings[key] for key in keys if settings.get(key) is not None), None)
+            if not isinstance(value, int) or value < 1:
+                what = f"{' or '.join(keys)} of 1 or more, not {value}"
+                raise UserError(f"the shape of '{name}' needs {what}")
+            return value
+
+        hidden, heads = count("hidden_size"), count("num_attention_heads")
+        kv_heads = count("num_key_value_heads", "num_attention_heads")
         return cls(
             hidden=hidden,
-            inner=settings.get("intermediate_size") or settings["ffn_dim"],
-            layers=settings["num_hidden_layers"],
+            inner=count("intermediate_size", "ffn_dim"),
+            layers=count("num_hidden_layers"),
             kv_heads=kv_heads,
             group=heads // kv_heads,
             head_dim=settings.get("head_dim") or hidden // heads,
-            vocab=settings["vocab_size"],
+            vocab=count("vocab_size"),
         )
 
 
@@ -138,7 +151,7 @@ class Expansion:
             shape = {**shape, "num_hidden_layers": settings["num_hidden_layers"]}
         self.settings, self.shape = dict(settings), dict(shape)
         _check_anatomy(self.settings, name)
-        self.old, self.new = old, new = Sizes.of(settings), Sizes.of(shape)
+        self.old, self.new = old, new = Sizes.of(settings, name), Sizes.of(shape, name)
         for key, what in NAMES.items():
             least, there = getattr(old, key), getattr(new, key)
             if there < least:

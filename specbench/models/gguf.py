@@ -216,7 +216,7 @@ def _scale_rope(config: Any, reader: Any) -> None:
                 f"the rotary frequencies of {FREQUENCIES} are not those of Llama 3: name the original model"
             )
     elif kind == "linear":
-        linear = {"rope_type": "linear", "factor": float(fields["factor"])}
+        linear = {"rope_type": "linear", "factor": float(fields.get("factor", 1.0))}
         full = {"full_attention": rope["full_attention"] | linear} if by_kind else linear
         config.rope_parameters = rope | full
     elif kind != "none" or divisors is not None:

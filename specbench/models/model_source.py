@@ -109,7 +109,11 @@ class Source:
 
         if self.folder is None:
             assert self.shape is not None  # else the small files would have been fetched
-            return AutoConfig.for_model(**plain(self.shape))
+            settings = plain(self.shape)
+            if not settings.get("model_type"):
+                raise UserError(f"the shape of '{self.name}' names no model_type, such as llama")
+            with _one_line(self):
+                return AutoConfig.for_model(**settings)
         with _one_line(self):
             full_config = AutoConfig.from_pretrained(
                 self.folder, trust_remote_code=self.cfg.trust_remote_code
@@ -205,8 +209,6 @@ class Source:
                     f"pair.draft_layers is {layers}, and '{self.name}' has {depth} layers: "
                     "set pair.draft_layers=null for all of them"
                 )
-            if getattr(model.config, "quantization_config", None) is not None:
-                raise UserError(f"the weights of '{self.name}' are quantised: set pair.draft_layers=null")
             model = cut(model, list(range(layers)))
             place_weights(model, device, dtype)
         return model.eval().requires_grad_(False)
@@ -274,6 +276,8 @@ def fetch_small_files(
             f"fetch it where there is a network with `hf download {name}{pinned}`, or all that the pair has with "
             f"`specbench fetch PAIR`{hint}"
         ) from error
+    except Exception as error:  # of a proxy, a full disk, a cache that is not this user's
+        raise UserError(f"cannot fetch '{name}' from the hub: {one_line(error)}") from error
 
 
 def fetch_with_weights(name: str, revision: str | None = None, gated: bool = False) -> Path:

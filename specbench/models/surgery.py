@@ -20,10 +20,15 @@ def cut(model: PreTrainedModel, layers: list[int]) -> PreTrainedModel:
     """A new model in float32 from some of a model's layers, its embeddings, final norm and head.
 
     Raises:
-        UserError: the model also sees or hears: its layers are a part of it.
+        UserError: the model also sees or hears: its layers are a part of it; or its weights are quantised.
     """
     if model.config.get_text_config() is not model.config:
         raise UserError(f"a {type(model).__name__} is more than a language model: some layers of it are none")
+    if getattr(model.config, "quantization_config", None) is not None:
+        raise UserError(
+            "some layers of quantised weights cannot be taken (pair.draft_layers, or a trainer's layers): name a model "
+            "whose weights are not quantised"
+        )
     config = copy.deepcopy(model.config)
     depth, config.num_hidden_layers = config.num_hidden_layers, len(layers)
     # Families describe each layer in lists of their own: layer_types, no_rope_layers, mlp_layer_types.

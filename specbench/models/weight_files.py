@@ -48,8 +48,12 @@ def weight_facts(source: str, revision: str | None, packages: Mapping) -> dict:
     if is_path(source):  # of a part that the method at hand may not need
         return {"source": source, "files": {}}
     from huggingface_hub import try_to_load_from_cache  # late: bad input is refused without it
+    from huggingface_hub.errors import HFValidationError
 
-    cached = try_to_load_from_cache(source, "config.json", revision=revision)
+    try:
+        cached = try_to_load_from_cache(source, "config.json", revision=revision)
+    except HFValidationError:  # no name that the hub has: who loads it says so
+        cached = None
     commit = Path(cached).parent.name if isinstance(cached, str) else None
     return {"source": source, "revision": revision, "commit": commit}
 

@@ -214,7 +214,7 @@ def write_report(arguments: list[str], with_claims: bool = False) -> int:
         )
     options = parser.parse_args(arguments)
     runs, left_out = finished_runs(options.runs, with_records=with_claims)
-    runs, first = oldest_first(runs), options.runs[0]
+    runs, first = oldest_first(runs), next(filter(Path.is_dir, options.runs))
     out = options.out or (beside(first) if is_run(first) else first) / "report"
     checked = claims.check_claims(runs) if with_claims else []
     first_tables = [claims.claims_table(checked)] if checked else []

@@ -13,7 +13,7 @@ from rich.text import Text
 from scipy import stats
 
 from specbench import CONF, ROOT
-from specbench.config.spec import POOL
+from specbench.config.spec import METHOD, POOL
 from specbench.measure.metrics.metrics import EXACT, TIE, VIOLATION, certificates, worst_of
 from specbench.measure.metrics.relative import COUNTED, Relative, ratio_of_runs
 from specbench.measure.metrics.statistics import CONFIDENCE, Estimate
@@ -60,6 +60,7 @@ CONTEXT = (
 )
 # What runs of one family must share for their answers to the same question to be the same.
 SAME_ANSWERS = ("method", "questions_sha256", *DISTRIBUTION, "dtype")
+EMBEDDED, SHALLOW = "embedded", "specbench/tiny/weights/target_shallow"  # the family, and its other target
 STYLES = {
     "supported": "green",
     "supported (point estimate)": "",
@@ -333,18 +334,21 @@ def share_of_answers(claim: Mapping, runs: list[Run]) -> tuple[Estimate, str] | 
 
     Runs of one method give the same answer to a question, which is no evidence of its own: it counts once, with the
     worst verdict of all runs. A run that is a violation as a whole, by its ties or by the likelihood of its answers,
-    counts as one more answer.
+    counts as one more answer. Violations of the baseline are none of the method's.
     """
     matching = [run for run in runs if _matches(claim["of"], run)]
     by_answer: dict[tuple, list[dict]] = defaultdict(list)
     as_a_whole = set()
     for run in matching:
         is_embedded = _matches(SMALL, run) or _matches(EXPANDED, run)
-        family = "embedded" if is_embedded else (run.summary["pair"], run.summary["target"])
+        target = run.summary["target"]
+        # Expanded, a target of the embedded family still gives its own answers.
+        family = (EMBEDDED, target == SHALLOW) if is_embedded else (run.summary["pair"], target)
         group = (family, *(run.summary[key] for key in SAME_ANSWERS))
         for answer, some in certificates(run.records).items():
             by_answer[*group, *answer] += some
-        if verdicts.violates(run.summary) and not run.summary["equivalence"]["violation"]:
+        off = verdicts.too_many_ties(run.summary) or METHOD in verdicts.improbable(run.summary)
+        if off and not run.summary["equivalence"]["violation"]:
             as_a_whole.add(group)
     total = Counter(worst_of(some)["verdict"] for some in by_answer.values())
     total[VIOLATION] += len(as_a_whole)

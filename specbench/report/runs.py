@@ -275,9 +275,9 @@ def _lacking(value: object, shape: Mapping, prefix: str = "") -> Iterator[str]:
 
 def _run_folders(path: Path) -> list[Path]:
     """The run folders of a path: itself, or those in it; if there are none, itself, to be left out."""
-    if not path.is_dir():
+    if not path.exists():
         raise UserError(f"there is no folder {path}")
-    inside = [] if is_run(path) else sorted(filter(is_run, path.iterdir()))
+    inside = sorted(filter(is_run, path.iterdir())) if path.is_dir() and not is_run(path) else []
     return inside or [path]
 
 

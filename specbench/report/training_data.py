@@ -41,9 +41,9 @@ def training_table(summaries: Iterable[dict]) -> Table | None:
                 rows.append(row)
     if not rows:
         return None
-    table = PlainTable(
-        "what drafters were trained on", "" if differing_training(summaries) else SAME, padding=(0, 1, 0, 0)
-    )
+    records = [record for summary in summaries for record in _records(summary).values()]
+    alike = not differing_training(summaries) and all("steps" in record for record in records)
+    table = PlainTable("what drafters were trained on", SAME if alike else "", padding=(0, 1, 0, 0))
     table.add_columns("run", "part", "begins as", "data", "cleared of\nquestions", overflow="fold")
     table.add_columns("tokens,\nall stages", "steps", "loss", **NUMBER)
     table.add_columns("held-out\nshares", justify="right", max_width=WIDEST_SHARES)
@@ -67,8 +67,9 @@ def _cleared_of(record: dict) -> str:
 def differing_training(summaries: Iterable[dict]) -> list[str]:
     """A line if drafters of these runs saw different text, or different numbers of tokens, over all stages.
 
-    Another names the text of datastores, if other runs have none or another; another one is added if the memory of some
-    drafters was warmed, and that of others, which could have been, was not.
+    Another line names drafters whose training is unknown, beside others; another one the text of datastores, if other
+    runs have none or another; another one is added if the memory of some drafters was warmed, and that of others, which
+    could have been, was not.
     """
     summaries = list(summaries)
     trained: dict[tuple[int, str], list[str]] = {}
@@ -85,6 +86,11 @@ def differing_training(summaries: Iterable[dict]) -> list[str]:
         if len({tokens for tokens, _ in trained}) == 1:
             what = "drafters saw equally many tokens, but different text"
         lines.append(f"{what} ({_kinds(trained)})")
+    unknown = [
+        label for label, summary in zip(labels(summaries), summaries) if {} in _records(summary).values()
+    ]
+    if trained and unknown:
+        lines.append(f"how these were trained is unknown: {named(unknown)}")
     if stored and len(trained) + len(stored) > 1:
         lines.append(f"some look text up ({_kinds(stored)})")
     return lines + _differing_memory(summaries)

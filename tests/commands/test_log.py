@@ -301,6 +301,19 @@ def test_a_run_of_the_same_name_in_another_project_is_not_taken_for_it(runs, tmp
     assert pulled(named[0]) == first and pulled(named[1]) == second
 
 
+def test_a_run_that_was_renamed_on_the_service_is_fetched_once(runs, tmp_path, monkeypatch):
+    names = iter(["as it was", "renamed", "again"])
+
+    class Artifact:
+        def download(self, root: str, **_) -> None:
+            shutil.copytree(runs[0], root)
+
+    monkeypatch.setattr(tracking, "_run_folders", lambda *_: [(next(names), run_id(runs[0]), Artifact())])
+    found = [tracking.pull("g", into=tmp_path) for _ in range(3)]
+    assert found == 3 * [[tmp_path / "g" / "as-it-was"]]
+    assert {folder.name for folder in (tmp_path / "g").iterdir()} == {"as-it-was", tracking.IDS}
+
+
 def test_comparing_needs_a_name():
     with pytest.raises(UserError, match="group.*name"):
         tracking.pull("")

@@ -95,3 +95,8 @@ def test_a_question_is_found_within_a_message_of_a_script_without_spaces():
     )
     assert words_of("C\u0327a va-t-il, GPT4?") == ("ça", "va", "t", "il", "gpt4")
     assert words_of("東京 2020") == ("東", "京", "2020")
+
+
+def test_a_question_without_words_matches_no_message():
+    questions = [Question(1, "qa", ("???",), None, "qa"), Question(2, "qa", ("",), None, "qa")]
+    assert not MeasuredTexts(questions).in_text("!") and not BenchmarkNgrams(questions).in_text("")

@@ -7,6 +7,8 @@ import random
 from itertools import islice
 from types import SimpleNamespace
 
+import datasets
+import huggingface_hub
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,6 +18,7 @@ from specbench.data.contamination import MeasuredTexts
 from specbench.data.conversations import (
     batched,
     check_conversations,
+    commit_of,
     conversations,
     count_left_out,
     end_of_answer,
@@ -26,6 +29,7 @@ from specbench.data.conversations import (
     shuffled,
     tokenizer_of,
 )
+from specbench.data.training_folder import data_of
 from specbench.models.pairs import load_pair
 from specbench.system.errors import UserError
 from tests.support.models import byte_tokenizer, save_pair
@@ -174,6 +178,36 @@ def test_what_is_not_there_is_named(tmp_path):
         next(some("nobody/nothing-of-the-kind"))
     with pytest.raises(UserError, match="too few"):
         next(some(write(tmp_path / "one.jsonl", ["only"])))
+
+
+def test_answers_without_text_are_no_answers(tmp_path):
+    row = {"messages": [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": " "}]}
+    file = tmp_path / "empty.jsonl"
+    file.write_text(3 * (json.dumps(row) + "\n"))
+    with pytest.raises(UserError, match="in which the assistant says anything"):
+        list(islice(some(str(file)), 9))
+
+
+@pytest.mark.parametrize(("source", "revision"), [("a/set", None), ("a/set@old", "old")])
+def test_a_data_set_is_read_and_known_by_its_commit(monkeypatch, source, revision):
+    requested, read_at = [], []
+
+    def dataset_info(_, name, revision, timeout):
+        requested.append((name, revision))
+        return SimpleNamespace(sha="c0ffee")
+
+    def load_dataset(name, revision, split, streaming):
+        read_at.append((name, revision))
+        return [{"messages": [{"role": "user", "content": "Why?"}]}]
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", dataset_info)
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    commit_of.cache_clear()
+    assert [one[0]["content"] for one in read(source)] == ["Why?"]
+    cfg = OmegaConf.create({"conversations": source, "split": "train"})
+    assert data_of(cfg) == "a/set@c0ffee:train"
+    assert requested == [("a/set", revision)] and read_at == [("a/set", "c0ffee")]
+    commit_of.cache_clear()
 
 
 @given(st.lists(st.integers(1, 12), max_size=80))

@@ -79,8 +79,16 @@ FAULTS = (
         "branches after the last draft cost nothing",
         "states",
         "methods/mirror_sd/drafter.py",
-        "return 0 if passes < 0 else passes * self._pass_bytes + self._guessed_bytes",
-        "return 0",
+        "return self.worker.end()",
+        "return 0 * self.worker.end()",
+        ("tests/methods/test_mirror_sd.py",),
+    ),
+    Fault(
+        "a pass of several branches reads the experts of one token",
+        "states",
+        "methods/mirror_sd/brancher.py",
+        "self._read += self.model.pass_bytes(head=False, tokens=n)",
+        "self._read += self.model.pass_bytes(head=False)",
         ("tests/methods/test_mirror_sd.py",),
     ),
     Fault(

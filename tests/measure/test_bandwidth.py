@@ -15,6 +15,17 @@ def test_bandwidth_is_a_plausible_speed(monkeypatch):
     assert 1e7 < bandwidth.bandwidth(torch.device("cpu")) < 1e13
 
 
+def test_without_memory_the_bandwidth_is_unknown(monkeypatch, capsys):
+    faults = iter(
+        [RuntimeError("can't allocate memory: you tried to allocate 9 bytes"), RuntimeError("other")]
+    )
+    monkeypatch.setattr(bandwidth, "bandwidth", lambda device: (_ for _ in ()).throw(next(faults)))
+    assert bandwidth.bandwidth_if_possible(torch.device("cpu")) is None
+    assert "warning: the memory's bandwidth was not measured" in capsys.readouterr().err
+    with pytest.raises(RuntimeError, match="other"):
+        bandwidth.bandwidth_if_possible(torch.device("cpu"))
+
+
 def test_the_buffer_of_the_bandwidth_is_larger_than_the_caches(tmp_path, monkeypatch):
     """An EPYC 9684X: 12 caches of 96 MiB, each of 8 cores."""
     for core in range(96):

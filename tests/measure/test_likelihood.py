@@ -119,21 +119,24 @@ def test_what_rounds_otherwise_is_drawn_and_another_temperature_is_none(temperat
 
 
 @pytest.mark.parametrize(
-    ("dtype", "served", "noise", "noise_of_a_cut"),
+    ("dtype", "device", "served", "noise", "noise_of_a_cut"),
     [
-        (torch.float32, None, 0.0, 0.25),
-        (torch.float32, "another engine", 0.0, 0.6),
-        (torch.bfloat16, None, 0.25, 0.25),
-        (torch.bfloat16, "another engine", 0.6, 0.6),
+        (torch.float32, "cpu", None, 0.0, 0.6),
+        (torch.float32, "cpu", "another engine", 0.0, 0.6),
+        (torch.bfloat16, "cpu", None, 0.25, 0.25),
+        (torch.bfloat16, "cpu", "another engine", 0.6, 0.6),
+        (torch.bfloat16, "cuda", None, 0.6, 0.6),
     ],
 )
 def test_half_precision_and_cuts_are_judged_within_the_noise_of_the_run(
-    monkeypatch, dtype, served, noise, noise_of_a_cut
+    monkeypatch, dtype, device, served, noise, noise_of_a_cut
 ):
+    """And of the judge, where that is the model's own forward."""
     given = []
     monkeypatch.setattr(certify, "likelihood", lambda *arguments: given.append(arguments[-2:]))
     pair = random_pair("llama")
-    setup = SimpleNamespace(target=SimpleNamespace(dtype=dtype), pair=pair, served=served)
+    target = SimpleNamespace(dtype=dtype, device=torch.device(device))
+    setup = SimpleNamespace(target=target, pair=pair, served=served)
     certifier = certify.Certifier(setup, None)
     certifier.__dict__ |= {"_noise_of_shapes": 0.25, "_noise_of_served": 0.1, "_noise_of_others": 0.6}
     for cut in ({}, {"top_k": 9}):

@@ -67,7 +67,10 @@ def test_checksums_of_weights_on_disk(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # where a folder is called like the method
     (tmp_path / "sps").mkdir()
     (tmp_path / "sps" / RECORD).write_text("{}")
-    chosen = {"name": "sps", "_target_": "sps", "drafter": {"name": "sps"}}
+    (tmp_path / "run").mkdir()  # or like one of the words that a setting takes
+    (tmp_path / "run" / RECORD).write_text("{}")
+    recycling = {"name": "recycling", "_target_": "methods.recycling.TokenRecycling", "memory": "run"}
+    chosen = {"name": "sps", "_target_": "methods.sps.SpeculativeSampling", "drafter": recycling}
     assert provenance.weights(PAIR, chosen).keys() == {"target"}
     assert provenance.trained(PAIR, chosen, with_draft=False) == provenance.trained_weights(chosen) == {}
     wrapped = provenance.weights(PAIR, {"name": "samd", "drafter": {"weights": str(target)}})

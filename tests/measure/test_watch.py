@@ -4,6 +4,8 @@ import multiprocessing
 import os
 import shutil
 import socket
+import subprocess
+import sys
 import time
 
 import psutil
@@ -13,6 +15,8 @@ from specbench.measure.machine import watch
 from specbench.measure.machine.watch import Watch, added, between
 from specbench.system.processes import cgroup_folder
 
+SECONDS_OF_REAPED = watch._seconds_of_reaped
+
 
 @pytest.fixture
 def kernel(tmp_path, monkeypatch):
@@ -21,6 +25,7 @@ def kernel(tmp_path, monkeypatch):
     monkeypatch.setattr(watch, "TICKS", 100)
     monkeypatch.setattr(time, "process_time", lambda: 3.0)
     monkeypatch.setattr(watch, "_on_battery", lambda: False)
+    monkeypatch.setattr(watch, "_seconds_of_reaped", lambda: 0.0)
     tasks = tmp_path / "proc" / "self" / "task"
     for task, waited in ((1, 500_000_000), (2, 250_000_000)):
         (tasks / str(task)).mkdir(parents=True)
@@ -165,6 +170,15 @@ def test_a_process_that_burns_a_core_is_seen_unless_it_is_a_child():
     finally:
         child.kill()
         child.join()
+
+
+def test_what_a_child_has_used_that_nobody_looked_for_is_no_others(kernel, monkeypatch):
+    """Such as a compiler, which begins and ends while layers are compiled."""
+    monkeypatch.setattr(watch, "_seconds_of_reaped", SECONDS_OF_REAPED)
+    watched = Watch(proc=kernel / "proc", system=kernel / "sys")
+    before = watched.read()
+    subprocess.run([sys.executable, "-c", "sum(range(5_000_000))"], check=True)
+    assert between(before, watched.read())["others"] < -0.02  # the kernel's file has not changed
 
 
 def test_a_server_on_a_measured_port_counts_as_a_child():

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 
 import pytest
 
+from methods import answer as module
 from methods.answer import answer
 from specbench.data.conversations import read
 from specbench.models.pairs import load_pair
@@ -48,6 +51,24 @@ def settings(workplace, out, *more: str):
         *more,
     ]
     return composed("answer", *overrides)
+
+
+def test_a_stop_says_from_where_it_resumes(workplace, tmp_path, monkeypatch):
+    """SIGTERM, as a scheduler sends it, like Ctrl-C."""
+    cfg, batches = settings(workplace, tmp_path / "new.jsonl", "count=30"), []
+    answered = module.answered
+
+    def stopped(*arguments):
+        if batches:
+            os.kill(os.getpid(), signal.SIGTERM)
+        batches.append(answered(*arguments))
+        return batches[-1]
+
+    monkeypatch.setattr(module, "answered", stopped)
+    with pytest.raises(KeyboardInterrupt, match="resumes from conversation 24"):
+        answer(cfg)
+    monkeypatch.setattr(module, "answered", answered)
+    assert len(list(read(str(answer(cfg))))) == 30
 
 
 def test_every_turn_is_answered_by_the_target(workplace, tmp_path):

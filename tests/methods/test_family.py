@@ -192,22 +192,23 @@ def is_running(pid: int) -> bool:
     return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-def test_answers_are_shuffled_whole_and_alike(tmp_path):
-    for name, count in (("shallow", 150), ("deep", 147)):
+@pytest.mark.parametrize(("deep", "lines", "prompts"), [(147, 297, 3), (150, 300, 3), (300, 449, 7)])
+def test_answers_are_shuffled_whole_and_alike(tmp_path, deep, lines, prompts):
+    for name, count in (("shallow", 150), ("deep", deep)):
         talks = [[{"content": f"question {i}"}, {"content": name}] for i in range(count)]
         (tmp_path / f"{name}.jsonl").write_text(
             "".join(json.dumps({"messages": talk}) + "\n" for talk in talks)
         )
     family.shuffle(tmp_path)
     both = (tmp_path / "both.jsonl").read_text().splitlines()
-    assert len({*both}) == 297 and sorted(both) != both
+    assert len({*both}) == len(both) == lines and sorted(both) != both
     folds: dict[str, set[bool]] = {}
     for i, line in enumerate(both):
         folds.setdefault(json.loads(line)["messages"][0]["content"], set()).add(i % HELD_OUT_EVERY == 0)
     assert all(len(fold) == 1 for fold in folds.values()), (
         "a prompt is held out with both answers, or learnt with both"
     )
-    assert sum(True in fold for fold in folds.values()) == 3
+    assert sum(True in fold for fold in folds.values()) == prompts
     family.shuffle(tmp_path)
     assert (tmp_path / "both.jsonl").read_text().splitlines() == both
 

@@ -89,9 +89,8 @@ def test_a_pass_with_streams_reads_the_head_twice(streaming, monkeypatch):
     products, logits = [], DraftHead.logits
     monkeypatch.setattr(DraftHead, "logits", lambda head, states: products.append(1) or logits(head, states))
     answer = Engine(StagedModel(pair.target), alone, frozenset()).answer(PROMPT, SamplingParams(20))
-    body = alone.model.pass_bytes(head=False)
-    passes = sum(step.draft_bytes for step in answer.steps) / (body + 2 * alone.head.bytes)
-    assert passes == len(products) / 2 > 0
+    one_pass = alone.model.pass_bytes(head=False) + 2 * alone.head.bytes
+    assert sum(step.draft_bytes for step in answer.steps) == len(products) / 2 * one_pass > 0
 
 
 def test_streams_save_passes():
@@ -111,8 +110,9 @@ def test_streams_save_passes():
     brancher.begin(torch.tensor(PROMPT), 64, SamplingParams(1), 0)
     found = brancher.settle(0, 5, 8)
     assert found.tokens.tolist() == [7] * 8
-    assert found.passes == (0, 3)  # 1, then 4 with three guesses come true, then 4
-    assert brancher.settle(8, 7, 8).passes == (0, 3)
+    one_pass = model.pass_bytes(head=False) + 2 * brancher.head.bytes
+    assert found.bytes_read == 3 * one_pass  # 1, then 4 with three guesses come true, then 4
+    assert brancher.settle(8, 7, 8).bytes_read == 3 * one_pass
 
 
 def test_a_draft_that_nobody_wants_any_more():
@@ -276,7 +276,7 @@ def test_a_mixture_is_the_mean_of_two_distributions():
 def test_what_is_read_and_how_long_it_took():
     pair = random_pair("llama")
     drafter = mirror(pair, kappa=2)
-    whole = drafter._pass_bytes
+    whole, guesses = drafter.model.pass_bytes(), drafter.worker.brancher.exit_bytes
     first, *others = steps(pair, drafter)
     assert first.stats["hit"] is None and first.draft_bytes == first.drafted * whole
     assert first.stats["overlapped_behind_exit_seconds"] == 0
@@ -287,32 +287,44 @@ def test_what_is_read_and_how_long_it_took():
         )
         assert 0 <= step.stats["exit_seconds"] < step.verify_seconds
     for step in others[:-6]:  # further from the cap than a draft is long
-        passes, rest = divmod(step.draft_bytes - drafter._guessed_bytes + whole, whole)
+        passes, rest = divmod(step.draft_bytes - guesses, whole)
         # One to look ahead, four for all branches, and four more for a draft of its own after a miss.
         assert (passes, rest) == (5 if step.stats["hit"] else 9, 0)
 
 
-@pytest.mark.parametrize("placement", ["inline", "thread"])
-def test_what_is_read_for_branches_after_the_last_draft_counts_in_the_last_round(placement, monkeypatch):
-    pair = random_pair("llama")
+@pytest.mark.parametrize(
+    ("arch", "placement"), [("llama", "inline"), ("llama", "thread"), ("mixtral", "thread")]
+)
+def test_what_is_read_for_branches_after_the_last_draft_counts_in_the_last_round(
+    arch, placement, monkeypatch
+):
+    """With routed experts, by the number of tokens of each pass."""
+    pair = random_pair(arch)
     text = Engine(StagedModel(pair.target), Drafter(), frozenset()).answer(PROMPT, SamplingParams(30)).tokens
     stop = next(token for i, token in enumerate(text) if i >= 12 and token not in text[:i])
-    passes, guesses = [], []
-    run, expand = Brancher._run, Brancher.expand
-    monkeypatch.setattr(Brancher, "_run", lambda self, *given: passes.append(1) or run(self, *given))
+    read, guesses = [], []
+    run, expand = StagedModel.run_layers, Brancher.expand
+
+    def counted(model, hidden, *where, **more):
+        if model.model is drafter.model.model:
+            read.append(model.pass_bytes(tokens=hidden.shape[1]))
+        return run(model, hidden, *where, **more)
+
     monkeypatch.setattr(Brancher, "expand", lambda self, *given: guesses.append(1) or expand(self, *given))
     drafter = mirror(pair, kappa=2, placement=placement)
+    monkeypatch.setattr(StagedModel, "run_layers", counted)
     engine = Engine(StagedModel(pair.target), drafter, frozenset({stop}))
     short = [engine.answer(PROMPT, SamplingParams(1)).steps]
     answer = engine.answer(PROMPT, SamplingParams(60))
     short.append(engine.answer(PROMPT, SamplingParams(1)).steps)
+    weight, norm = pair.target.lm_head.weight, pair.target.model.norm.weight
     drafter.close()
     assert short == [[], []]  # no draft, and nothing of another answer
     assert answer.finish == "stop" and len(guesses) == len(answer.steps)
-    prefill = 1
-    guessed = drafter._guessed_bytes - drafter._ahead_bytes
-    read = (len(passes) - prefill) * drafter._pass_bytes + len(guesses) * guessed
-    assert sum(step.draft_bytes for step in answer.steps) == read
+    prefill = read.pop(0)
+    expected = sum(read) + len(guesses) * (weight.nbytes + norm.nbytes)
+    assert sum(step.draft_bytes for step in answer.steps) == expected
+    assert (prefill > read[0]) == (arch == "mixtral")
 
 
 @pytest.mark.one_in(5)

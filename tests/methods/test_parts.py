@@ -72,6 +72,7 @@ def test_those_that_are_compared_learn_alike(tmp_path):
         (16, [], "2,3,8,13,-1", "2,8,13", "0,15"),
         (16, ["parts.dflash.settings.taps=2"], "2,3,8,13,14,-1", "2,14", "0,15"),
         (16, ["taps=[-1,13,8,3,2,5]"], "-1,13,8,3,2,5", "2,8,13", "0,15"),
+        (16, ["~parts.kangaroo.settings.exit_layer"], "2,8,13,-1", "2,8,13", "0,15"),
     ],
 )
 def test_layers_are_those_of_the_target(tmp_path, layers, overrides, taps, blocks, streaming):
@@ -80,6 +81,13 @@ def test_layers_are_those_of_the_target(tmp_path, layers, overrides, taps, block
     commands = {step.name: step.command for group in parts.steps(cfg, [], layers) for step in group}
     assert f"taps=[{taps}]" in commands["states"]
     assert f"taps=[{blocks}]" in commands["dflash"] and f"layers=[{streaming}]" in commands["streaming"]
+
+
+def test_a_part_without_depths_has_those_of_its_trainer(tmp_path):
+    cfg = composed("parts", f"out={tmp_path}")
+    cfg.parts = {"mine": {"module": "methods.dflash.train", "settings": {"learning_rate": 1e-3}}}
+    commands = {step.name: step.command for group in parts.steps(cfg, [], 16) for step in group}
+    assert "taps=[2,5,8,11,14,-1]" in commands["states"] and "taps=[2,5,8,11,14]" in commands["mine"]
 
 
 def test_paths_are_quoted_where_hydra_needs_it(tmp_path):

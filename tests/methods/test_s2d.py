@@ -136,6 +136,26 @@ def test_one_exit_is_a_shallower_draft_model():
         assert all(s.draft_bytes == per_token * s.drafted for s in steps)
 
 
+@pytest.mark.parametrize("arch", ["llama", "mixtral"])
+@pytest.mark.parametrize("only", [None, 2])
+def test_routed_experts_count_by_the_tokens_of_a_pass(arch, only, monkeypatch):
+    drafter = SortedDraft(pair := sorted_pair(arch), only=only, thresholds=None if only else [0.2, 0.2])
+    read, run_layers = [], StagedModel.run_layers
+
+    def counted(model, hidden, cache, ctx, *where, **more):
+        if model.model is drafter.model.model:
+            n, (lo, hi) = hidden.shape[:2].numel(), where or (0, drafter.layers)
+            read.append(model.pass_bytes(lo, hi, head=False, tokens=n) + drafter.head.bytes)
+        return run_layers(model, hidden, cache, ctx, *where, **more)
+
+    engine = Engine(StagedModel(pair.target), drafter, frozenset())
+    monkeypatch.setattr(StagedModel, "run_layers", counted)
+    steps = engine.answer(PROMPT, SamplingParams(40)).steps
+    prompt = len(drafter.exits)
+    assert sum(step.draft_bytes for step in steps) == sum(read[prompt:])
+    assert (read[0] > min(read[prompt:])) == (arch == "mixtral")
+
+
 def test_bytes_count_every_head_on_the_way():
     model = StagedModel(sorted_pair("llama").draft)
     head = model.pass_bytes(0, 0)

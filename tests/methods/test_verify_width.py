@@ -215,6 +215,10 @@ def test_nodes_of_trees_are_right_but_for_rounding(half):
 def test_no_node_of_a_tree_rounds_on_our_own_kernels(panels, monkeypatch):
     """So no difference is excused there; torch's kernels, and passes too wide for ours, keep an allowance."""
     target, samples = panels.staged, [(list(range(3, 20)), list(range(3, 20)))]
+    assert shape_noise(target, samples, widest=native.MOST_TOKENS) == 0
+    assert shape_noise(target, samples, widest=native.MOST_TOKENS + 1) > 0, (
+        "also a chain's, if samples are short"
+    )
     assert shape_noise(target, samples, trees=True, widest=30) == 0
     assert shape_noise(target, samples, trees=True, widest=native.MOST_TOKENS + 1) > 0
     assert shape_noise(target, samples, trees=True, widest=30, rows=8) > 0, "of a batch, all rows count"

@@ -152,6 +152,9 @@ def test_no_denormal_numbers():
         ({"hidden_size": 64, "vocab_size": 62}, "hidden size above 64"),
         ({"hidden_size": 98}, "multiple of the number of heads, not 98 with 4"),
         ({"tie_word_embeddings": True}, "ties head and embedding"),
+        ({"hidden_size": None}, "needs hidden_size of 1 or more, not None"),
+        ({"num_attention_heads": 0}, "needs num_attention_heads of 1 or more, not 0"),
+        ({"intermediate_size": "wide"}, "needs intermediate_size or ffn_dim of 1 or more, not wide"),
     ],
 )
 def test_shapes_that_are_too_small(changes, message):

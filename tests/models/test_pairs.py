@@ -459,7 +459,7 @@ def test_quantised_weights_need_a_package(cfg, scheme, package):
 def test_quantised_weights_are_not_cut(cfg, monkeypatch):
     cfg.draft_layers = 1
     edit_json(_file(cfg.draft, "config.json"), quantization_config={"quant_method": "of the future"})
-    with pytest.raises(UserError, match=r"quantised: set pair\.draft_layers=null"):
+    with pytest.raises(UserError, match=r"quantised weights .*pair\.draft_layers"):
         load_pair(cfg, seed=0, with_draft=True)
 
 
@@ -470,6 +470,34 @@ def test_devices():
         choose_device("cuda:99")
     with pytest.raises(UserError, match=r"pair\.device 'gpu'"):
         choose_device("gpu")
+    with pytest.raises(UserError, match=r"method\.draft_device 'gpu'"):
+        choose_device("gpu", "method.draft_device")
+
+
+def test_more_processes_than_gpus_are_one_line(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert choose_device("auto") == torch.device("cuda:1")
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(UserError, match="process 3 has no CUDA device: this machine has 2"):
+        choose_device("auto")
+
+
+@pytest.mark.parametrize("error", [PermissionError("the cache is read-only"), ValueError("Unknown scheme")])
+def test_whatever_keeps_the_hub_away_is_one_line(monkeypatch, error):
+    def failing(*_, **__):
+        raise error
+
+    monkeypatch.setattr(model_source, "snapshot_download", failing)
+    with pytest.raises(UserError, match=f"cannot fetch 'some/model' from the hub: .*{error}"):
+        model_source.fetch_small_files("some/model")
+
+
+def test_a_shape_without_a_type_is_one_line(cfg):
+    cfg.init, cfg.target, cfg.target_shape = "random", "some/model", {"hidden_size": 64}
+    with pytest.raises(UserError, match="the shape of 'some/model' names no model_type"):
+        load_pair(cfg, seed=0, with_draft=False)
 
 
 def test_a_gpu_is_prepared_where_a_pair_is_loaded(cfg, monkeypatch):

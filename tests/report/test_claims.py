@@ -172,6 +172,7 @@ def test_answers_to_the_same_questions_are_counted_once_for_each_method(tmp_path
     assert estimate(of(7), of(7, weights="expanded", pair="tiny_wide"), of(5, limit=1)) == once
     assert estimate(of(7), of(7, method="pld")).low > once.low
     assert estimate(of(7), of(7, pair="smollm2-135m")).low > once.low
+    assert estimate(of(7), of(7, target="specbench/tiny/weights/target_shallow")).low > once.low
     assert estimate(of(8), of(6, ties=2)).value == 0.75
 
 
@@ -204,6 +205,18 @@ def test_a_run_that_is_a_violation_as_a_whole_refutes_that_answers_are_exact(tmp
     assert checked.fitting.remark.endswith("14 exact, 0 ties, 1 violations")
     (checked,) = claims.check_claims(runs, [claim])
     assert checked.fitting.remark.endswith("14 exact, 0 ties, 2 violations")
+
+
+def test_what_the_baseline_does_wrong_is_no_fault_of_the_method(tmp_path):
+    (claim,) = (claim for claim in KNOWN if claim["measure"] == "certified")
+    wrong = SUMMARY["baseline"] | {"equivalence": SUMMARY["baseline"]["equivalence"] | {"violation": 1}}
+    drawn = {"baseline": {"standard_errors": -9.0, "rare_p": None, "spread_p": None}}
+    summary = published(1.8) | {"baseline": wrong, "likelihood": drawn}
+    (checked,) = claims.check_claims([run_of(tmp_path, "a", summary, records=judged(7))], [claim])
+    assert (
+        checked.fitting.remark.startswith("1 runs")
+        and "7 exact, 0 ties, 0 violations" in checked.fitting.remark
+    )
 
 
 def test_an_acceptance_length_needs_no_wide_pair(tmp_path):

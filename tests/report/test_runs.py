@@ -141,6 +141,15 @@ def test_a_record_that_lacks_something_is_told_in_one_line(tmp_path, name, capsy
     assert f"left out: {name}: {item.reason}" in capsys.readouterr().out
 
 
+def test_a_file_beside_run_folders_is_left_out_and_named(tmp_path):
+    """A shell's `runs/*` names runs/README.md, too."""
+    run = write_run(tmp_path, "run", records=WHOLE)
+    (tmp_path / "README.md").write_text("runs")
+    found, (item,) = read_runs(sorted(tmp_path.iterdir()))
+    assert [one.name for one in found] == [run.name]
+    assert item.folder.name == "README.md" and item.reason == "there is no run in it"
+
+
 def test_a_folder_of_an_earlier_version_is_derived_from_its_records(tmp_path):
     """It knew no number of pools, its interval was a bootstrap's, and its share of hidden drafting another."""
     records = [answered(i, slow=1 + i % 4, accepted=[i % 6]) for i in range(12)]

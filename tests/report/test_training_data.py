@@ -70,6 +70,16 @@ def test_other_data_and_other_amounts_are_named():
     assert SAME not in formats.markdown(training_table([*alike, other]))
 
 
+def test_what_is_unknown_is_not_called_alike():
+    published = SUMMARY | {"method": "eagle3", "training": {}, "trained_weights": {"weights": "theirs"}}
+    (line,) = differing_training([published, summary("medusa", weights=TRAINED)])
+    assert line == "how these were trained is unknown: eagle3"
+    for runs in ([published], [published, summary("medusa", weights=TRAINED)]):
+        assert SAME not in formats.markdown(training_table(runs))
+    looked_up = summary("rest", datastore={"data": TRAINED["data"], "tokens": 5, "questions": "x"})
+    assert SAME not in formats.markdown(training_table([looked_up]))
+
+
 def test_a_text_that_is_looked_up_counts_like_one_that_was_trained_on(tmp_path):
     record = {"data": TRAINED["data"], "tokens": 5, "rows": 2, "questions": "x"}
     (tmp_path / DATASTORE).write_text(json.dumps(record))

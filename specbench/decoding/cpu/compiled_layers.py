@@ -103,11 +103,11 @@ def release() -> None:
 class CompiledLayer(torch.nn.Module):
     """A layer that is called like the original one; short passes run compiled functions.
 
-    The first pass of each shape is run both ways. A layer that cannot be compiled, or whose compiled states differ,
-    runs uncompiled, and a warning gives the reason.
+    The first pass in a dtype, and the first one with angles for each of several sequences, is run both ways. A layer
+    that cannot be compiled, or whose compiled states differ, runs uncompiled, and a warning gives the reason.
 
     Attributes:
-        firsts_of_all: number of passes of all layers of this process that were the first of their shape.
+        firsts_of_all: number of passes of all layers of this process that were run both ways.
 
     Args:
         layer: as `lean_copy` makes it.

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from specbench.system.errors import out_of_memory, warn
 from specbench.system.processes import free_memory
 
 if TYPE_CHECKING:
@@ -20,6 +21,17 @@ SUMS = {"cpu": 1, "cuda": 16}
 UNKNOWN_CACHE_BYTES = 2**30  # if the system does not report it: no processor of one socket has much more
 COLUMNS = 1024  # of the matrix that a product reads to measure the bandwidth
 PASSES = 7
+
+
+def bandwidth_if_possible(device: torch.device) -> float | None:
+    """As `bandwidth`; None, with a warning, where there is no memory for its buffer."""
+    try:
+        return bandwidth(device)
+    except (RuntimeError, MemoryError) as error:
+        if out_of_memory(error) is None:
+            raise
+        warn(f"the memory's bandwidth was not measured: {out_of_memory(error)}")
+        return None
 
 
 def bandwidth(device: torch.device) -> float:

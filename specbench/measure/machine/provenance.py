@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import inspect
 import math
 import os
+import pkgutil
 import platform
 import shutil
 import subprocess
@@ -276,10 +278,27 @@ def trained_weights(drafting: Mapping) -> dict[str, dict]:
 
 
 def _paths(drafting: Mapping) -> Iterator[tuple[str, str]]:
-    """Dotted name and value of every setting of a drafter that may name a file or a folder; its own name is none."""
+    """Dotted name and value of every setting of a drafter that may name a file or a folder.
+
+    Its own name is none, nor is a word of a few, such as `memory=run`: a folder of that name has nothing to do with it.
+    """
+    chosen = _choices(drafting)
     for key, value in flat(drafting, lists=True).items():
-        if isinstance(value, str) and value and key.rpartition(".")[2] not in NO_PARAMETERS:
+        named = isinstance(value, str) and value and key not in chosen
+        if named and key.rpartition(".")[2] not in NO_PARAMETERS:
             yield key, value
+
+
+def _choices(drafting: Mapping) -> set[str]:
+    """Dotted names of the settings of a drafter, and of one inside it, whose value is one of a few words."""
+    names: set[str] = set()
+    if "_target_" in drafting:
+        parameters = inspect.signature(pkgutil.resolve_name(drafting["_target_"])).parameters
+        names = {name for name, one in parameters.items() if "Literal[" in str(one.annotation)}
+    for key, value in drafting.items():
+        if isinstance(value, Mapping):
+            names |= {f"{key}.{name}" for name in _choices(value)}
+    return names
 
 
 def _floats(file: Path) -> int:

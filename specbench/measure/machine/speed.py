@@ -149,15 +149,16 @@ class Probes:
         self._taken = time.monotonic()
         return figures
 
-    def take_again(self) -> None:
+    def take_if_possible(self) -> Figures | None:
         """As `take`; a probe for which there is no memory is left out, since the questions are what counts."""
         try:
-            self.take()
+            return self.take()
         except (RuntimeError, MemoryError) as error:
             if out_of_memory(error) is None:
                 raise
             self._taken = time.monotonic()
             _warn(f"the machine's speed was not probed: {out_of_memory(error)}")
+            return None
 
     def is_due(self) -> bool:
         """Whether the next probe is due."""

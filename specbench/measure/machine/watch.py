@@ -106,7 +106,8 @@ class Watch:
         if cpu_seconds is not None:
             busy, stolen = cpu_seconds
             counters["stolen"] = stolen / computing
-            counters["others"] = busy - time.process_time() - self._seconds_of_children()
+            ours = time.process_time() + self._seconds_of_children() + _seconds_of_reaped()
+            counters["others"] = busy - ours
         if self._throttled:
             counters["throttled"] = sum(_throttled(file) or 0.0 for file in self._throttled) / computing
         return counters
@@ -200,6 +201,12 @@ class Watch:
                 times = child.cpu_times()
                 self._spent_by[child.pid] = times.user + times.system
         return sum(self._spent_by.values())
+
+
+def _seconds_of_reaped() -> float:
+    """CPU time of this process's children that have ended, such as a compiler, which is no other's."""
+    times = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return times.ru_utime + times.ru_stime
 
 
 def between(before: Counters, after: Counters) -> Counters:

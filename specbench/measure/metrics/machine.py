@@ -87,7 +87,7 @@ def speed(records: list[dict], facts: dict) -> dict | None:
     by_name = {name: [figures[name] for figures in probes] for name in NAMES}
     worst, highest = ({name: end(values) for name, values in by_name.items()} for end in (min, max))
     machine_facts = facts["speed"]
-    best = {name: max(highest[name], machine_facts["best"][name]) for name in NAMES}
+    best = {name: max(highest[name], machine_facts["best"].get(name, 0.0)) for name in NAMES}
     return {
         "machine": machine_facts["machine"],
         "probes": len(probes),
