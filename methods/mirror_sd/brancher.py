@@ -449,5 +449,6 @@ class Brancher:
         """
         self._uniforms = None
         if self._generator is not None:
-            draws = {"generator": self._generator, "device": self.device, "dtype": torch.float64}
-            self._uniforms = torch.rand(self._width, **draws)
+            self._uniforms = torch.rand(
+                self._width, generator=self._generator, device=self.device, dtype=torch.float64
+            )
