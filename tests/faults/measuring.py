@@ -32,7 +32,7 @@ FAULTS = (
         "measuring",
         f"{M}/numeric_noise.py",
         "if not too_wide if own_kernels else not trees:",
-        "if not trees:",
+        "if own_kernels or not trees:",
         ("tests/methods/test_verify_width.py",),
     ),
     Fault(

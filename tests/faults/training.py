@@ -119,8 +119,8 @@ FAULTS = (
         "stored states of another split are taken",
         "training",
         "specbench/data/training_folder.py",
-        'f"{cfg.conversations}:{cfg.split}"',
-        "cfg.conversations",
+        'return f"{name}:{cfg.split}"',
+        "return name",
         ("tests/methods/test_training_resume.py",),
     ),
     Fault(
