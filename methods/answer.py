@@ -28,6 +28,7 @@ from specbench.models.weight_files import answer_facts
 from specbench.system.errors import UserError, file_errors, stoppable
 from specbench.system.files import (
     check_settings,
+    file_named,
     lock_file,
     make_folder,
     refuse_foreign,
@@ -98,7 +99,7 @@ def answer(cfg: DictConfig) -> Path:
     check_all(cfg, SETTINGS)
     check_truncation(cfg)
     check_conversations(cfg)
-    out = Path(cfg.out)
+    out = file_named(cfg.out)
     begun = out.with_name(f"{out.stem}.settings.json")
     if cfg.conversations is not None and out.resolve() == packaged(cfg.conversations).resolve():
         raise UserError(f"out={out} is the file of the prompts: give another out=FILE")

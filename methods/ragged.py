@@ -6,8 +6,10 @@ from specbench.decoding.scheduler import Scheduler
 
 
 class RaggedBatch(Scheduler):
-    """The batch engine's default scheduler.
+    """The batch engine's default scheduler."""
 
-    With a drafter that drafts nothing it is batched autoregressive decoding that fills free slots at once, the
-    baseline of every batch.
-    """
+
+class AutoregressiveBatch(RaggedBatch):
+    """Batched autoregressive decoding that fills free slots at once: the baseline of every batch."""
+
+    drafts = False

@@ -11,10 +11,8 @@ ROOT = Path(__file__).resolve().parents[1]  # of a checkout; where an installed 
 CONF = ROOT / "specbench" / "conf" if (ROOT / "specbench" / "conf").is_dir() else ROOT / "conf"
 # A wheel has the methods inside the package, too: in site-packages `methods` would be a name taken from everybody.
 BUNDLED = ROOT / "specbench" / "bundled"
-METHODS = ROOT / "methods"
-if BUNDLED.is_dir():
-    METHODS = BUNDLED / "methods"
-    sys.path.insert(0, str(BUNDLED))  # a package of that name in the user's folder must not hide them
+METHODS = (BUNDLED if BUNDLED.is_dir() else ROOT) / "methods"
+sys.path.insert(0, str(METHODS.parent))  # a module of that name in the user's folder must not hide them
 
 # What decides how threads compute and wait; every process of a run must have the same.
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")

@@ -30,7 +30,7 @@ from specbench.data.synthesis import Filters, Kind, Material, kinds_of, loop_sta
 from specbench.models.weight_files import answer_facts
 from specbench.report.cells import console
 from specbench.system.errors import UserError, file_errors, stoppable
-from specbench.system.files import check_same, lock_file, make_folder, refuse_foreign, whole_lines
+from specbench.system.files import check_same, file_named, lock_file, make_folder, refuse_foreign, whole_lines
 from specbench.system.settings import Count, Natural, Probability, Range, Seed, TopP, check_all, plain
 
 if TYPE_CHECKING:
@@ -356,7 +356,7 @@ def converse(cfg: DictConfig) -> Path:
     check_sources(cfg)
     kinds = kinds_of(cfg.kinds)
     benchmark = benchmark_of(cfg) if cfg.avoid_benchmark else None
-    path = Path(cfg.out)
+    path = file_named(cfg.out)
     make_folder(path.parent)
     settings = {name: cfg[name] for name in SAME} | answer_facts(cfg.pair) | {"kinds": plain(cfg.kinds)}
     settings["questions"] = questions_sha256(cfg.data) if cfg.avoid_benchmark else None

@@ -20,7 +20,7 @@ from specbench.config.checks import check_sources
 from specbench.config.compose import program
 from specbench.data.conversations import own_text, read
 from specbench.system.errors import UserError
-from specbench.system.files import make_folder, write_atomic
+from specbench.system.files import file_named, make_folder, write_atomic
 from specbench.system.paths import packaged
 from specbench.system.settings import Count, Natural, Seed, check_all
 
@@ -50,6 +50,7 @@ def lengthen(cfg: DictConfig) -> Path:
         UserError: a setting is wrong, a prompt and its answer do not fit into the context, or there is too little text.
     """
     check_all(cfg, SETTINGS)
+    out = file_named(cfg.out)
     if not cfg.lengths:
         raise UserError("lengths is empty: name the tokens of a prompt, such as lengths=[1024]")
     check_sources(cfg)
@@ -61,7 +62,7 @@ def lengthen(cfg: DictConfig) -> Path:
             f"lengths={max(cfg.lengths)} and room={cfg.room} for an answer do not fit into the context of "
             f"{pair.context_length} tokens"
         )
-    if cfg.conversations and packaged(cfg.conversations).resolve() == Path(cfg.out).resolve():
+    if cfg.conversations and packaged(cfg.conversations).resolve() == out.resolve():
         raise UserError(f"out={cfg.out} would replace the conversations: name another file")
     texts = documents(cfg, pair)
     rows: list[dict] = []
@@ -75,7 +76,6 @@ def lengthen(cfg: DictConfig) -> Path:
                     "turns": [prompt(rng.sample(texts, len(texts)), length, rng, pair)],
                 }
             )
-    out = Path(cfg.out)
     make_folder(out.parent)
     write_atomic(out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
     print(out)

@@ -39,7 +39,6 @@ from specbench.system.processes import end_with_parent, heeding_sigterm
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-LOG = "log.txt"  # in the run folder of a job on another machine: its output
 
 # Modules that read run folders need pandas: they are imported late, so that bad input is reported without delay.
 
@@ -102,6 +101,10 @@ def report_user_error(job: Job) -> Iterator[None]:
 def resume_state(job: Job) -> None:
     """Keeps a job that an earlier process of the sweep has measured; any other is set to waiting."""
     if job.run_dir is None or not store.is_measured(job.run_dir, job.cfg):
+        if job.state == OK and job.run_dir is not None and store.is_complete(job.run_dir):
+            changed = store.changed_since(job.run_dir, job.cfg)
+            if changed:
+                print(f"measured again ({'; '.join(changed)}): {job.run_dir}", flush=True)
         job.state = WAITING
     elif job.state == OK:
         print(f"already measured: {job.run_dir}", flush=True)
@@ -116,7 +119,7 @@ def end(job: Job, code: int, reason: str | None = None) -> None:
     job.ended(code, reason)
     if job.run_dir is None:
         return
-    if code == 2 and not (job.run_dir / LOG).exists():
+    if code == 2 and not (job.run_dir / store.LOG).exists():
         # The runner has already printed here, in one line, what the user must correct.
         if store.discard_unused(job.run_dir):  # the corrected command may have the same `run_dir`
             job.run_dir = None
@@ -162,6 +165,8 @@ class Command:
 
     def sweep(self, jobs: list[Job], executor: Executor) -> None:
         """Measures all jobs of a sweep; resumes an unfinished one."""
+        if not jobs:
+            raise UserError("the sweep has no job: no choice fits its glob, or its range is empty")
         for job in jobs:
             check_no_run_dir(job.cfg.get("run_dir"), "job of a sweep")  # a preset may be a sweep, too
         self.jobs += jobs
@@ -195,18 +200,18 @@ class Command:
 
 
 def queue(run_dir: Path) -> None:
-    """Makes `LOG` in the folder of a job that waits for another machine: a failing local command then leaves it."""
-    (run_dir / LOG).touch()
+    """Makes the log in the folder of a job that waits for another machine: a failing local command then leaves it."""
+    (run_dir / store.LOG).touch()
 
 
 def measure(run_dir: Path, logged: bool = False) -> int:
     """Measures a run folder in child processes that do not outlive this one; returns the exit code of the last.
 
-    logged: whether the child's output goes to `LOG` in the run folder instead of this process's own output.
+    logged: whether the child's output goes to `store.LOG` in the run folder instead of this process's own output.
     """
     (run_dir / store.FAILURE).unlink(missing_ok=True)
     code = store.EXIT_CONTINUE
-    with heeding_sigterm(), open(run_dir / LOG, "ab") if logged else nullcontext() as log:
+    with heeding_sigterm(), open(run_dir / store.LOG, "ab") if logged else nullcontext() as log:
         while code == store.EXIT_CONTINUE:
             code = _child([sys.executable, "-m", "specbench.measure.runner", str(run_dir)], log)
     if code < 0:

@@ -26,7 +26,7 @@ SWEEPS, SWEEP = "sweeps", "sweep.json"
 WAITING, RUNNING, OK, FAILED, LEFT_OUT = "waiting", "running", "ok", "failed", "left out"
 ENDED_WELL = (OK, LEFT_OUT)
 WHETHER = ("rerun", "leave_out")  # settings that say what to do again, not what to measure
-THREADS_FOR = ("pair", "engine", "batch_size")  # what the number of threads depends on
+THREADS = "threads"
 
 # Measures run folders on this machine or another, each in its own process. Accepts the folders, which are created on
 # iteration, and a folder for logs; yields each finished run folder with its exit code and, if the folder does not
@@ -75,7 +75,7 @@ class Sweep:
                         "run_dir": _relative(job.run_dir, runs),
                         "code": job.code,
                         "reason": job.reason,
-                        "threads": job.cfg.get("threads"),
+                        "threads": job.cfg.get(THREADS),
                     }
                     for job in self.jobs
                 ],
@@ -117,14 +117,27 @@ def open_sweep(jobs: list[Job]) -> Iterator[Sweep]:
 
 
 def threads_of_first(job: Job, jobs: Iterable[Job]) -> int | None:
-    """The threads that the first measured job on the same models chose, with which runs can be compared; None: none."""
+    """The threads that the first measured job on the same target chose, with which runs can be compared; None: none.
+
+    Jobs whose number was given, with others that choose it, have chosen none.
+    """
     for other in jobs:
         run_dir = other.run_dir
-        if run_dir is None or not store.is_complete(run_dir):
+        if run_dir is None or not store.is_complete(run_dir) or _is_given(THREADS, other):
             continue
-        if all(other.cfg[key] == job.cfg[key] for key in THREADS_FOR):
+        if _threads_for(other.cfg) == _threads_for(job.cfg):
             return chosen_threads(run_dir)
     return None
+
+
+def _threads_for(cfg: DictConfig) -> list:
+    """What the number of threads depends on: the target, not what drafts for it."""
+    pair = {key: value for key, value in cfg.pair.items() if key != "parts" and not key.startswith("draft")}
+    return [pair, cfg.engine, cfg.batch_size]
+
+
+def _is_given(key: str, job: Job) -> bool:
+    return any(override.lstrip("+").partition("=")[0] == key for override in job.overrides)
 
 
 def chosen_threads(run_dir: Path) -> int | None:

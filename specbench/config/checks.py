@@ -72,6 +72,8 @@ KEYS = {
     "pair.stop_ids": list[Natural] | None,
     "pair.draft_layers": Count | None,
     "pair.compile": bool | None,
+    "pair.name": str,
+    "data.name": str,
     "data.schema": Literal["spec_bench", "turns"] | None,
     "data.split": str | None,
     "data.placeholder": str | None,

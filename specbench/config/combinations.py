@@ -8,12 +8,13 @@ import pkgutil
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from specbench.config.folders import group_file
 from specbench.config.overrides import check_pair_keys
 from specbench.config.parts import check_part
 from specbench.config.spec import RunSpec, unit_of
 from specbench.data.warm_start import WARM
 from specbench.system import settings as values
-from specbench.system.errors import LackingError, UserError, one_line, suggest
+from specbench.system.errors import LackingError, UserError, one_line, suggest, warn
 from specbench.system.settings import LASTING, MEMORY, WRAPPED
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from specbench.decoding.drafter import Needs
 
 DRAFTED = ("max_draft_tokens", "nodes")  # settings that determine the size of buffers
+NO_DRAFTER = "none"  # file of conf/drafter/
 BY_THE_RUN = {"pair", "drafter", "threads", "batch_size"}  # parameters of an engine that are no settings
 
 
@@ -31,6 +33,10 @@ def check_method(cfg: DictConfig) -> RunSpec:
     from specbench.decoding.scheduler import Scheduler  # late: a misspelt name need not wait for torch
 
     cls = located(cfg.method, "method", Drafter, Scheduler)
+    if issubclass(cls, Scheduler) and not cls.drafts and cfg.drafter.name != NO_DRAFTER:
+        # A sweep over schedulers may have a drafter for the others.
+        warn(f"{cfg.method.name} drafts nothing: drafter={cfg.drafter.name} is not used")
+        cfg.drafter = group_file("drafter", NO_DRAFTER)
     spec = RunSpec.of(cfg, unit_of(cls))
     *_, (what, group) = spec.groups.items()
     name = group["name"]
@@ -41,7 +47,7 @@ def check_method(cfg: DictConfig) -> RunSpec:
         slots = cls(batch_size=spec.batch_size, **values.parameters(spec.scheduler)).slots
     drafting: Any = located(group, what, Drafter)
     takes = parameters(drafting, what, group)
-    if spec.scheduler is None and cfg.drafter.name != "none":
+    if spec.scheduler is None and cfg.drafter.name != NO_DRAFTER:
         raise UserError(
             f"method {name} drafts by itself: set drafter=none, or method=ragged drafter={cfg.drafter.name}"
         )

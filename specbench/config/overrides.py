@@ -36,6 +36,7 @@ PART = re.compile(r"\bpair\.parts\.(\w+)")  # as a YAML refers to one
 AMBIGUOUS = re.compile(r"Ambiguous value for argument '(.*)'")  # as in Hydra's message
 # Groups in which keys may be new: their readers check the keys, or accept any.
 OPEN = ("method", "drafter", "pair", "engine", "tracker", "search", "parts", "kinds", "task.tasks")
+PRESET = "experiment"  # the group of presets
 NOT_COMPOSED = (HydraException, OmegaConfBaseException, yaml.YAMLError)
 
 
@@ -43,8 +44,9 @@ def check_overrides(arguments: list[str]) -> None:
     """Checks the command line for arguments that Hydra would silently ignore or misread.
 
     Raises:
-        UserError: A group is chosen twice (Hydra would use the last choice); a choice is no name, such as null; a
-            launcher is chosen without a sweep, or a run folder with one; a pair has no such key.
+        UserError: A group is chosen twice, or as a list (Hydra would use the last choice); a choice is no name, such as
+            null; there are several presets (Hydra would read none of their sweeps); a launcher is chosen without a
+            sweep, or a run folder with one; a pair has no such key.
     """
     overrides: dict[str, str] = {}
     for argument in arguments:
@@ -53,14 +55,12 @@ def check_overrides(arguments: list[str]) -> None:
             raise UserError("drafter takes names, not glob(...)")
         if equals and key in overrides and is_group(key):
             raise UserError(f"{key} is given twice: {overrides[key]} and {value}")
+        if is_group(key):
+            check_choice(key, value)
         overrides[key] = value
         group, _, inside = key.partition(".")
         if equals and group == "pair" and inside:
             check_pair_keys({inside.partition(".")[0]: None})
-        for choice in value.split(",") if is_group(key) else []:
-            # Hydra requires text, and its message names no key.
-            if re.fullmatch(r"null|true|false|[\d.+-]*", choice, re.IGNORECASE):
-                raise UserError(f"unknown {key} '{choice}': {suggest(choice, choices_of(key))}")
     sweep = {"-m", "--multirun", "hydra.mode=MULTIRUN"} & set(arguments)
     launcher = [key for key in overrides if re.match(r"hydra[./]launcher\b", key)]
     if launcher and not sweep:
@@ -68,6 +68,18 @@ def check_overrides(arguments: list[str]) -> None:
     run_dir = overrides.get("run_dir", "null")
     if sweep and run_dir != "null":
         check_no_run_dir(run_dir, "job of a sweep")
+
+
+def check_choice(group: str, value: str) -> None:
+    """Raises UserError for a choice of a group that Hydra would misread; its text is as on the command line."""
+    if value.startswith("["):
+        raise UserError(f"{group} takes a name, not a list: `specbench sweep {group}=A,B` measures each")
+    if group == PRESET and re.search(r",|\bglob\(|\bchoice\(", value):
+        raise UserError(f"{value}: a preset is a sweep of its own, so give each in a command of its own")
+    for choice in value.split(","):
+        # Hydra requires text, and its message names no key.
+        if re.fullmatch(r"null|true|false|[\d.+-]*", choice, re.IGNORECASE):
+            raise UserError(f"unknown {group} '{choice}': {suggest(choice, choices_of(group))}")
 
 
 def check_no_run_dir(run_dir: str | None, part: str) -> None:
@@ -150,7 +162,8 @@ def explain(
     if isinstance(error, ConfigCompositionException) and (key := NO_KEY.match(str(error))):
         return unknown_key(key[1], config_name, overrides)
     if isinstance(error, ConfigCompositionException) and (values := AMBIGUOUS.match(str(error))):
-        return f"{values[1]} has several values: `specbench sweep` measures each; a list is key=[a,b]"
+        list_of = "" if is_group(values[1].partition("=")[0].lstrip("+")) else "; a list is key=[a,b]"
+        return f"{values[1]} has several values: `specbench sweep` measures each{list_of}"
     if isinstance(error, OverrideParseException):
         word = error.override
         name, equals, value = word.partition("=")

@@ -26,7 +26,12 @@ class Scheduler:
         batch_size: sequences in a round.
         token_budget: the most tokens of a verification pass, all sequences together; None: no limit. Drafts are cut to
             it by the batch size, not by how many sequences happen to run, so that a draft does not depend on others.
+
+    Attributes:
+        drafts: whether a drafter can be chosen for it.
     """
+
+    drafts = True
 
     def __init__(self, batch_size: Count, token_budget: Count | None = None):
         self.batch_size = batch_size

@@ -121,6 +121,13 @@ def made_once(path: Path, doing: str, write: Callable[[Path], object]) -> Path:
     return path
 
 
+def file_named(path: str, setting: str = "out") -> Path:
+    """The path of a file to write. Raises UserError if it is empty, or names no file, as "." does."""
+    if not Path(path).name:
+        raise UserError(f"{setting} must name a file, not '{path}'")
+    return Path(path)
+
+
 @contextmanager
 def lock_file(file: Path) -> Iterator[None]:
     """Holds a file that is written piece by piece for this process alone, by a lock beside it; as `lock_folder`."""

@@ -34,4 +34,9 @@ def cache_folder() -> Path:
     """This project's cache: $SPECBENCH_CACHE, or the folder specbench of $XDG_CACHE_HOME or ~/.cache."""
     if configured := os.environ.get("SPECBENCH_CACHE"):
         return Path(configured)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specbench"
+    if configured := os.environ.get("XDG_CACHE_HOME"):
+        return Path(configured) / "specbench"
+    try:
+        return Path.home() / ".cache" / "specbench"
+    except RuntimeError as error:  # of a user that the system does not know, as in a container
+        raise UserError("there is no home folder for the cache: set SPECBENCH_CACHE=FOLDER") from error

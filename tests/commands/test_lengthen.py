@@ -41,7 +41,7 @@ def test_prompts_are_as_long_as_asked_and_tasks_by_length(tmp_path):
     assert len({question.turns for question in questions}) == 6
 
 
-@pytest.mark.parametrize("out", ["null", "20261128"])
+@pytest.mark.parametrize("out", ["null", "20261128", ".", "''"])
 @pytest.mark.parametrize(
     ("config", "task"),
     [("lengthen", command.lengthen), ("converse", converse.converse), ("answer", answer.answer)],

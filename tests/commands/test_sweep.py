@@ -11,8 +11,10 @@ from omegaconf import OmegaConf
 from specbench.commands import run as bench
 from specbench.commands import sweep as sweeps
 from specbench.commands.sweep import FAILED, LEFT_OUT, OK, RUNNING, WAITING, Job, open_sweep, threads_of_first
+from specbench.measure.machine import provenance
 from specbench.measure.records import run_folder as store
 from specbench.system.errors import UserError
+from specbench.system.files import write_json
 from tests.support.commands import (
     TIMEOUT,
     measure_here,
@@ -21,6 +23,7 @@ from tests.support.commands import (
     start,
     wait_for,
 )
+from tests.support.conf import composed
 from tests.support.folders import hurried  # noqa: F401 - a fixture
 from tests.support.messages import says
 from tests.support.models import save_pair
@@ -76,7 +79,7 @@ def test_bad_input_is_told_once_wherever_the_job_was(capsys, tmp_path):
     for run_dir in (here, there):
         run_dir.mkdir()
         store.note_failure(run_dir, "the vocabularies differ")
-    (there / bench.LOG).write_text("error: the vocabularies differ\n")
+    (there / store.LOG).write_text("error: the vocabularies differ\n")
     bench.end(Job(["method=sps"], OmegaConf.create(), run_dir=here), 2)
     assert capsys.readouterr() == ("", "") and not here.exists()
     bench.end(Job(["method=sps"], OmegaConf.create(), run_dir=there), 2)
@@ -158,11 +161,13 @@ def test_other_jobs_or_other_code_are_another_sweep(jobs, monkeypatch):
 def test_jobs_take_the_threads_of_the_first_on_the_same_models(tmp_path):
     """So that a report can compare them."""
 
-    def job(name: str, device: str | None = None, pair: str = "tiny", batch_size: int = 1) -> Job:
+    def job(
+        name: str, device: str | None = None, pair: str = "tiny", batch_size: int = 1, **more: str
+    ) -> Job:
         folder = tmp_path / name
         if device is not None:
             write_run(tmp_path, name, SUMMARY | {"device": device, "threads": 3})
-        cfg = {"pair": {"name": pair}, "engine": None, "batch_size": batch_size}
+        cfg = {"pair": {"name": pair, **more}, "engine": None, "batch_size": batch_size}
         return Job([], OmegaConf.create(cfg), run_dir=folder)
 
     one, waiting = job("one", "cpu"), job("waiting")
@@ -170,6 +175,9 @@ def test_jobs_take_the_threads_of_the_first_on_the_same_models(tmp_path):
     assert threads_of_first(waiting, [job("gpu", "cuda:0"), waiting]) is None
     assert threads_of_first(job("other", pair="other"), [one]) is None
     assert threads_of_first(job("batches", batch_size=8), [one]) is None
+    assert threads_of_first(job("other_draft", draft="x", parts="y"), [one]) == 3
+    one.overrides.append("threads=3")
+    assert threads_of_first(waiting, [one]) is None, "which was given, and not chosen"
 
 
 def test_a_job_that_began_before_the_first_had_ended_goes_on_in_its_folder(jobs, tmp_path, monkeypatch):
@@ -188,6 +196,30 @@ def test_a_job_that_began_before_the_first_had_ended_goes_on_in_its_folder(jobs,
     begun.run_dir.mkdir()
     bench.run(sweep, lambda folders, logs: ((folder, 0, None) for folder in folders), tmp_path)
     assert [job.cfg.threads for job in (begun, waiting)] == [None, 3]
+
+
+def test_a_job_that_was_measured_with_other_packages_is_measured_again(tmp_path, monkeypatch, capsys):
+    """Unless another machine has measured it, which has its own."""
+    versions = {"torch": "1.0"}
+    monkeypatch.setattr(provenance, "versions", lambda: versions)
+    monkeypatch.setattr(provenance, "weights", lambda *_: {})
+    monkeypatch.setattr(store, "_difference", lambda *_: None)
+    folder = write_run(tmp_path, "run")
+    write_json(folder / store.PROVENANCE, provenance.around() | {"weights": {}})
+    cfg = composed("bench", "method=pld")
+    assert store.is_measured(folder, cfg)
+    versions["torch"] = "2.0"
+    assert not store.is_measured(folder, cfg)
+    bench.resume_state(job := Job([], cfg, OK, folder))
+    assert job.state == WAITING
+    assert capsys.readouterr().out == f"measured again (versions.torch 1.0 against 2.0): {folder}\n"
+    (folder / store.LOG).touch()
+    assert store.is_measured(folder, cfg)
+
+
+def test_a_sweep_without_jobs_is_one_line():
+    with pytest.raises(UserError, match="the sweep has no job"):
+        bench.Command().sweep([], lambda *_: iter(()))
 
 
 def test_a_sweep_that_goes_on_keeps_the_threads_of_its_jobs(jobs):

@@ -280,6 +280,34 @@ def test_a_sweep_in_the_folder_of_one_run_is_refused():
         Command().sweep(jobs, lambda *_: iter(()))
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["task=[qa,rag]"], r"^task takes a name, not a list: `specbench sweep task=A,B` measures each$"),
+        (["-m", "method=[sps,pld]"], "^method takes a name, not a list"),
+        (["-m", "experiment=kangaroo,vocab_trim"], "^kangaroo,vocab_trim: a preset is a sweep of its own"),
+        (["-m", "experiment=glob(*)"], "a preset is a sweep of its own"),
+    ],
+)
+def test_choices_of_which_hydra_would_take_only_some_are_refused(words, message):
+    with pytest.raises(UserError, match=message):
+        check_overrides(words)
+
+
+def test_a_batch_that_drafts_nothing_takes_no_drafter(capsys):
+    """In a sweep over schedulers, others may have one."""
+    cfg = composed("bench", "method=ar_batch", "drafter=kangaroo")
+    assert check_method(cfg).drafter["name"] == cfg.drafter.name == "none"
+    assert capsys.readouterr().err == "warning: ar_batch drafts nothing: drafter=kangaroo is not used\n"
+    assert check_method(composed("bench", "method=ragged", "drafter=pld")).drafter["name"] == "pld"
+
+
+@pytest.mark.parametrize("key", ["data.name", "pair.name"])
+def test_a_name_is_text(key):
+    with pytest.raises(UserError, match=f"{key} must be text, not 20261203"):
+        check_values(composed("bench", f"{key}=20261203"))
+
+
 def test_a_launcher_without_a_sweep_is_told_what_is_missing():
     with pytest.raises(UserError, match=r"^hydra/launcher needs a sweep: use specbench sweep$"):
         check_overrides(["hydra/launcher=ray", "method=sps"])

@@ -93,16 +93,23 @@ def collect(config: Any, drafter: Mapping, questions_file: Path) -> dict:
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": [without_secret_value(argument) for argument in sys.orig_argv],
         "config": without_secrets(config),
-        "versions": versions(),
-        "machine": hardware.machine(),
+        **around(),
         "load_average": list(os.getloadavg()),
         "threads": hardware.threads(),
-        "environment": {name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
         "source_sha256": source_sha256(),
         "method_sha256": method_sha256(config),
         "git": git_state(ROOT),
         "questions": {"path": str(questions_file), "sha256": file_sha256(questions_file)},
         "weights": weights(config["pair"], drafter, config.get("engine")),
+    }
+
+
+def around() -> dict[str, Any]:
+    """What is around a run: versions of packages, the machine, and known variables of the environment."""
+    return {
+        "versions": versions(),
+        "machine": hardware.machine(),
+        "environment": {name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
     }
 
 

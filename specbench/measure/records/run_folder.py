@@ -40,6 +40,7 @@ CONFIG, CODE, FACTS, PROVENANCE = "config.yaml", "code.json", "facts.json", "pro
 RECORDS, SUMMARY, STEPS = "records.jsonl", "summary.json", "steps.parquet"
 # Exit code of a process that has measured its share: another one must continue (EX_TEMPFAIL).
 EXIT_CONTINUE = 75
+LOG = "log.txt"  # of a job that another machine measures: its output
 FAILURE = "failure.json"  # why the last attempt ended early
 GIVEN_UP = "given_up.json"  # why commands ignore the folder
 ANSWERS = {METHOD: "answers.jsonl", BASELINE: "answers_baseline.jsonl"}
@@ -84,20 +85,26 @@ def is_begun(run_dir: Path | None) -> bool:
 
 
 def is_measured(run_dir: Path, config: Mapping) -> bool:
-    """Whether a folder holds all of `config`, these questions by this very code and these weights, with no failure."""
+    """Whether a folder holds all of `config`, these questions by this very code and these weights, with no failure.
+
+    One measured here must have been measured with these versions of packages, on this machine, in this environment.
+    """
     if not is_complete(run_dir) or read_json(run_dir / SUMMARY)["status"] != "complete":
         return False
     config = plain(config)
-    return _difference(run_dir, config, _code(config)) is None and not _has_other_weights(run_dir, config)
+    return _difference(run_dir, config, _code(config)) is None and not changed_since(run_dir, config)
 
 
-def _has_other_weights(run_dir: Path, config: dict) -> bool:
-    """Whether the weights that a finished run was measured with have changed since."""
+def changed_since(run_dir: Path, config: Mapping) -> list[str]:
+    """What has changed since a finished run, in its weights and, if it was measured here, around it; [] if nothing."""
     from specbench.measure.machine import provenance  # late: the hub's client takes a second
 
+    config = plain(config)
     spec = RunSpec.of(config, read_json(run_dir / FACTS)["unit"])
     now = {"weights": provenance.weights(config["pair"], spec.drafting, spec.engine)}
-    return bool(provenance.differences(read_json(run_dir / PROVENANCE), now, ["weights"]))
+    if not (run_dir / LOG).exists():  # which one from another machine has
+        now |= provenance.around()
+    return provenance.differences(read_json(run_dir / PROVENANCE), now, [*now])
 
 
 def give_up(run_dir: Path, why: str) -> None:
@@ -210,8 +217,8 @@ def _given_folder(run_dir: Path, config: dict, code: dict) -> Path:
     if not any(run_dir.iterdir()):
         return _start(run_dir, config, code)
     difference = _difference(run_dir, config, code)
-    if difference is None and is_complete(run_dir) and _has_other_weights(run_dir, config):
-        difference = "the weights have changed since it was measured"
+    if difference is None and is_complete(run_dir) and (changed := changed_since(run_dir, config)):
+        difference = f"something has changed since it was measured ({'; '.join(changed)})"
     if difference is not None:
         raise UserError(f"cannot resume run_dir={run_dir}: {difference}; name another folder or none")
     return run_dir
