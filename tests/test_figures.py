@@ -186,7 +186,7 @@ def test_rows_are_measured_in_rounds_and_gone_on_with(figures, tmp_path, monkeyp
         if repeat == 2:
             write_json(folder / store.SUMMARY, {})
 
-    monkeypatch.setattr(store, "_has_other_weights", lambda *_: False)  # they have no provenance
+    monkeypatch.setattr(store, "changed_since", lambda *_: [])  # they have no provenance
     monkeypatch.setattr(figures, "measure_process", measure_process)
     rows = {"a b": ("method=pld",), "b": ("method=sps",)}
 

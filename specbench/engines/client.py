@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from specbench.system.errors import UserError
 
+NO_DATA = (b":", b"event:", b"id:", b"retry:")  # comments, and other fields of server-sent events
 DONE = "[DONE]"
 # HTTP's codes from 400 to below 500 refuse a request; all others than 200 are a failure of the server.
 BAD_REQUEST, TOO_MANY, FAILED = 400, 429, 500
@@ -58,7 +59,7 @@ def events(url: str, path: str, body: Mapping, timeout: float) -> Iterator[tuple
                 content = line.decode(errors="replace").strip().removeprefix("data:").strip()
                 if content == DONE:
                     return
-                if content and not content.startswith(":"):
+                if content and not line.startswith(NO_DATA):
                     heard = arrived
                     yield arrived, _event(content)
                 elif arrived - heard > timeout:  # comments alone, which keep a connection open

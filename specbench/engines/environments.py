@@ -47,10 +47,15 @@ def environment(install: Mapping) -> Path:
     return cache_folder() / "engines" / f"{_name(install['requirements'][-1])}-{digest}"
 
 
+def is_complete(folder: Path) -> bool:
+    """Whether an environment was made, and the Python that it was made with is still there."""
+    return (folder / COMPLETE).exists() and (folder / "bin" / "python").exists()
+
+
 def interpreter(name: str, install: Mapping) -> Path:
     """The Python of an engine's environment. Raises UserError if it was not installed."""
     folder = environment(install)
-    if not (folder / COMPLETE).exists():
+    if not is_complete(folder):
         named = ", ".join(install["requirements"])
         raise UserError(
             f"engine {name} ({named}) is not installed: run `specbench engine install {name}`, with the run's "
@@ -119,7 +124,7 @@ def make_environment(name: str, install: Mapping) -> Path:
     *first, last = install["requirements"]
     without = set(install.get("without") or ())
     with lock_folder(folder, "installed", wait=True):
-        if not (folder / COMPLETE).exists():
+        if not is_complete(folder):
             print(f"installing {', '.join([*first, last])} into {folder}", file=sys.stderr, flush=True)
             try:
                 venv.create(folder, symlinks=os.name != "nt", with_pip=True)

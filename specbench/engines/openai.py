@@ -78,3 +78,5 @@ class OpenAI(ServedEngine):
                 raise UserError(f"set engine.{name}_url to the {name} server, such as http://127.0.0.1:8000")
         if (dialect := settings["dialect"]) not in DIALECTS:
             raise UserError(f"unknown engine.dialect '{dialect}': {suggest(dialect, DIALECTS)}")
+        if settings.get("model") is not None and dialect != "openai":
+            raise UserError(f"engine.dialect={dialect} names no model in its requests: set engine.model=null")

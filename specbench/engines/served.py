@@ -134,8 +134,10 @@ class ServedEngine:
             print("checking both servers on warm-up questions", file=sys.stderr, flush=True)
             self._shake_hands(prompts)
         except EngineError as error:
-            self.close()
-            raise UserError(f"the engine cannot be measured: {error}") from error
+            ends = [(name, server.how_it_ended(ENDING)) for name, server in self.servers.items()]
+            self.close()  # with the servers' logs
+            why = "".join(f"; the {name} server {ended}" for name, ended in ends if ended)
+            raise UserError(f"the engine cannot be measured: {error}{why}") from error
         except BaseException:  # also if the run is stopped meanwhile: no server remains
             self.close()
             raise

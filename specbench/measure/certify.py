@@ -219,21 +219,20 @@ class Certifier:
         if arm == OWN_LOOP:
             return Certificate(None, None, None, None)
         noise = referee.noise if texts != {tuple(first)} else 0.0
-        if noise is None:
-            referee.served.note(
-                f"{arm}: it reports no log-probabilities: its answers that differ are not judged"
-            )
-            return Certificate(None, None, None, None)
         margin_at, worst_after = referee.margin_at(request, first), referee.worst_after(request)
         stop_ids = self.setup.pair.stop_ids
+        where = ": its answers that differ" if noise is None else " where some answers differ: they"
+
+        def noise_of() -> float:
+            if noise is None:
+                raise NotReportedError
+            return noise
 
         def judged(text: tuple[int, ...]) -> Certificate:
             try:
-                return certify(first, list(text), stop_ids, margin_at, lambda: noise, worst_after)
+                return certify(first, list(text), stop_ids, margin_at, noise_of, worst_after)
             except NotReportedError:
-                referee.served.note(
-                    f"{arm}: it reports no log-probabilities where some answers differ: they are not judged"
-                )
+                referee.served.note(f"{arm}: it reports no log-probabilities{where} are not judged")
                 return Certificate(None, None, None, None)
 
         return worst(map(judged, texts))

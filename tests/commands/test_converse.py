@@ -10,6 +10,7 @@ import pytest
 
 from specbench.commands import converse as command
 from specbench.commands.converse import Writer, converse, pool_size
+from specbench.data.contamination import words_of
 from specbench.data.conversations import read
 from specbench.data.synthesis import Material, loop_start
 from specbench.decoding.sampling import SamplingParams
@@ -284,7 +285,7 @@ def test_words_of_the_benchmark_are_dropped(workplace, written, tmp_path):
     asked = [
         {"question_id": i, "category": "qa", "turns": [text]}
         for i, text in enumerate(questions[:5])
-        if text.strip()
+        if words_of(text)
     ]
     benchmark.write_text("".join(json.dumps(row) + "\n" for row in asked))
     more = ("avoid_benchmark=true", f"data.path={benchmark}", "data.sha256=null")

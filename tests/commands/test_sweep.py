@@ -206,6 +206,7 @@ def test_a_job_that_was_measured_with_other_packages_is_measured_again(tmp_path,
     monkeypatch.setattr(store, "_difference", lambda *_: None)
     folder = write_run(tmp_path, "run")
     write_json(folder / store.PROVENANCE, provenance.around() | {"weights": {}})
+    write_json(folder / store.FACTS, {"unit": "question"})
     cfg = composed("bench", "method=pld")
     assert store.is_measured(folder, cfg)
     versions["torch"] = "2.0"

@@ -242,7 +242,7 @@ def test_trials_that_fail_are_counted_and_named(tuned):
         (["method=ar", "search=kangaro"], "search 'kangaro' ... kangaroo, "),
         (
             ["method=sps,pld"],
-            "method=sps,pld has several values: `specbench sweep` measures each; a list is key=[a,b]\n",
+            "method=sps,pld has several values: `specbench sweep` measures each\n",
         ),
         (["-m", "method=sps"], "sweep"),
         (["search.method.max_draft_tokens=7"], "search.method.max_draft_tokens ... choices"),

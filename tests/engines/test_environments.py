@@ -67,6 +67,12 @@ def test_the_last_one_comes_with_what_it_requires_but_what_is_left_out(tmp_path)
     marker = environment(install) / COMPLETE
     before = marker.stat().st_mtime_ns
     assert make_environment("one", install) == python and marker.stat().st_mtime_ns == before
+    python.unlink()
+    python.symlink_to(tmp_path / "gone")  # the Python that it was made with was removed
+    with pytest.raises(UserError, match="is not installed"):
+        interpreter("one", install)
+    python.unlink()
+    assert make_environment("one", install) == python and has(python, "engine")
 
 
 def test_a_users_interpreter_tells_the_version_that_it_has():

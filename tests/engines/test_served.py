@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -17,6 +18,7 @@ import pytest
 
 from specbench import WAITING
 from specbench.decoding.engine import exhaust
+from specbench.engines import client
 from specbench.engines import served as module
 from specbench.engines import server as module_server
 from specbench.engines.openai import OpenAI
@@ -182,6 +184,26 @@ def test_a_process_that_ends_while_cores_are_given_is_left_alone(monkeypatch):
 def test_a_url_that_is_a_number_is_one_line():
     with pytest.raises(UserError, match="set engine.plain_url to the plain server"):
         OpenAI.check({"dialect": "openai", "plain_url": 8000, "speculative_url": 8001}, {"name": "sps"}, 1)
+    urls = {"plain_url": "http://127.0.0.1:8000", "speculative_url": "http://127.0.0.1:8001"}
+    with pytest.raises(UserError, match="engine.dialect=llama_cpp names no model .*: set engine.model=null"):
+        OpenAI.check(urls | {"dialect": "llama_cpp", "model": "big"}, {"name": "sps"}, 1)
+
+
+def test_fields_of_events_that_hold_no_data_are_skipped(monkeypatch):
+    lines = b': ping\nevent: message\nid: 7\nretry: 100\ndata: {"a": 1}\n\ndata: [DONE]\n'
+
+    class Stream(io.BytesIO):
+        status = 200
+
+    class Connection:
+        def request(self, *_): ...
+        def close(self): ...
+
+        def getresponse(self):
+            return Stream(lines)
+
+    monkeypatch.setattr(client, "_connection", lambda *_: Connection())
+    assert [event for _, event in client.events("http://127.0.0.1:1", "/x", {}, 1.0)] == [{"a": 1}]
 
 
 def test_restarts_have_an_end(pair, monkeypatch):

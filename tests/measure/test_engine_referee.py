@@ -131,6 +131,7 @@ def test_without_log_probabilities_a_difference_is_not_judged(engine, plain):
     other = departing(engine, plain, 4)
     engine.reports = False
     assert judged(engine, plain, other).verdict is None
+    assert judged(engine, plain, plain[:-2]).verdict == "violation", "nothing has ended it"
     assert engine.notes == ["method: it reports no log-probabilities: its answers that differ are not judged"]
 
 
