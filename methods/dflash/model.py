@@ -246,12 +246,13 @@ class BlockModel(CachedLayer):
 
 
 def default_taps(layers: int, count: int) -> tuple[int, ...]:
-    """Returns the depths of a target that the authors read: from 2 to layers - 2, evenly spaced.
+    """Returns the depths of a target that the authors read: from 2 to layers - 2, evenly spaced; one is in the middle.
 
     Args:
         layers: of the target.
         count: of depths; as many as there are, if the target has fewer.
     """
+    if count == 1:
+        return (min(layers // 2 + 1, layers - 1),)
     first, last = min(2, layers - 1), min(max(layers - 2, 1), layers - 1)
-    steps = max(count - 1, 1)
-    return tuple(sorted({first + round(i * (last - first) / steps) for i in range(count)}))
+    return tuple(sorted({first + round(i * (last - first) / (count - 1)) for i in range(count)}))

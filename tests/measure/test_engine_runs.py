@@ -69,7 +69,7 @@ def run(tmp_path, monkeypatch, capfd, answer):
                 f"engine.speculative_url={urls[1]}",
                 f"engine.dialect={dialect}",
                 "engine.version=stub-1",
-                "engine.model=owl",
+                *(["engine.model=owl"] if dialect == "openai" else []),
                 "threads=1",
                 *more,
             )

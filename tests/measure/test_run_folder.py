@@ -448,7 +448,7 @@ def finished(ended, tmp_path) -> Path:
 
 
 def test_a_finished_folder_never_changes(finished, config, monkeypatch):
-    monkeypatch.setattr(store, "_has_other_weights", lambda *_: False)
+    monkeypatch.setattr(store, "changed_since", lambda *_: [])
     before = contents(finished)
     assert not [name for name in before if name.endswith(".tmp")]
     summary = store.finalise(finished)

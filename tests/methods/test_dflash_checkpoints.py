@@ -314,6 +314,7 @@ def test_weights_of_the_other_method_are_refused(tmp_path):
 def test_taps_of_the_authors():
     assert default_taps(36, 5) == (2, 10, 18, 26, 34)  # after layers 1, 9, 17, 25, 33
     assert default_taps(28, 5)[0] == 2 and default_taps(28, 5)[-1] == 26
+    assert default_taps(36, 1) == (19,) and default_taps(2, 1) == (1,)
     for layers in range(2, 12):
         taps = default_taps(layers, 3)
         assert 0 < taps[0] <= taps[-1] < layers and len(set(taps)) == len(taps)
