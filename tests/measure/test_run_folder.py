@@ -124,7 +124,7 @@ def test_measured_is_what_this_code_completed_without_failures(config, run_dir, 
     assert not store.is_measured(run_dir, config)
     append(run_dir, answered(1))
     store.finalise(run_dir)
-    write_json(run_dir / store.PROVENANCE, {"weights": weights})
+    write_json(run_dir / store.PROVENANCE, provenance.around() | {"weights": weights})
     assert store.is_measured(run_dir, config)
     assert not store.is_measured(run_dir, config | {"seed": 7})
     failed = store.find_or_create(config)
@@ -134,13 +134,15 @@ def test_measured_is_what_this_code_completed_without_failures(config, run_dir, 
     assert not store.is_measured(failed, config)
     assert says(store.why_failed(failed), "1 of 2 ... 2 ... out of memory")
     again = {"target": {"files": {"model.safetensors": "of another training"}}}
-    for module, name, other in ((store, "source_sha256", "other"), (provenance, "weights", again)):
+    for module, name, other, said in (
+        (store, "source_sha256", "other", "the code has changed since"),
+        (provenance, "weights", again, "something has changed since it was measured .weights"),
+        (provenance, "versions", {"torch": "0.1"}, "something has changed since it was measured .versions"),
+    ):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, lambda *_, other=other: other)
             assert not store.is_measured(run_dir, config)
-            with pytest.raises(
-                UserError, match="cannot resume run_dir=.*: the (code|weights) ha(s|ve) changed"
-            ):
+            with pytest.raises(UserError, match=f"cannot resume run_dir=.*: {said}"):
                 store.find_or_create(config | {"run_dir": str(run_dir)})
     assert store.find_or_create(config | {"run_dir": str(run_dir)}) == run_dir
     monkeypatch.setattr(store, "questions_sha256", lambda data: "other")
