@@ -113,9 +113,10 @@ class SortedDraft(SpeculativeSampling):
             draft.stats = {"exits": [[self.layers] * draft.tokens.shape[1]] * batch.size}
         return draft
 
-    def _pass_bytes(self, tokens: int) -> float:
-        """Bytes of weights that a pass of `tokens` tokens through the only exit reads."""
-        return self.model.pass_bytes(0, self.layers, head=False, tokens=tokens) + self.head.bytes
+    def _pass_bytes(self, tokens: int, lo: int = 0, end: int | None = None) -> float:
+        """Bytes of weights that a pass from layer `lo` to an exit reads, with its head; None: to the last exit."""
+        end = self.layers if end is None else end
+        return self.model.pass_bytes(lo, end, head=False, tokens=tokens) + self.head.bytes
 
     def _next(self, batch: Batch, ids: torch.Tensor, offset: int) -> tuple[torch.Tensor, Any, float]:
         """One pass; each sequence takes its first exit that is sure enough, and the batch runs to the deepest one."""
@@ -125,8 +126,7 @@ class SortedDraft(SpeculativeSampling):
         ctx, hidden, lo, read = self._layout.place(batch, n, offset), model.embed(ids), 0, 0.0
         deciding: torch.Tensor | None = None
         for i, (end, threshold) in enumerate(zip(self.exits, self.thresholds)):
-            # Every exit on the way costs a use of the head.
-            read += model.pass_bytes(lo, end, head=False, tokens=b * hidden.shape[1]) + self.head.bytes
+            read += self._pass_bytes(b * hidden.shape[1], lo, end)
             hidden = model.run_layers(hidden, cache, ctx, lo, end)
             logits = self.head.logits(model.norm(last_tokens(hidden, fed)))
             if deciding is None:

@@ -95,19 +95,16 @@ def audit(cfg: DictConfig) -> int:
         ]
         out.print(_drawn_table(arms, pairs))
         for name, answer, n, p in tests:
-            out.print(
-                f"{name}: first tokens of {n} answers to the prompt of {answer.name}: p = {p:.2g}",
-                markup=False,
-            )
+            out.print(f"{name}: first tokens of {n} answers to the prompt of {answer.name}: p = {p:.2g}")
         wrong = any(one["wrong"] for one in report["arms"].values()) or are_unlikely([p for *_, p in tests])
     else:
         out.print(_greedy_table(arms))
         for line in _departures(arms):
-            out.print(line, soft_wrap=True, markup=False)
+            out.print(line, soft_wrap=True)
         wrong = any(arm.verdicts[VIOLATION] for arm in arms)
     if cfg.out is not None:
         write_json(Path(cfg.out), report)
-        out.print(cfg.out, soft_wrap=True, markup=False)
+        out.print(cfg.out, soft_wrap=True)
     return int(wrong)
 
 

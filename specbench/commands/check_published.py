@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 
 from specbench import CONF
 from specbench.commands.run import Command, with_hydra
+from specbench.config.overrides import overridden_key
 from specbench.measure.records import run_folder as store
 from specbench.system.errors import UserError, one_line_errors, suggest
 
@@ -69,7 +70,7 @@ def checks(path: Path = FILE) -> dict[str, Check]:
 
 def last_of_each(*overrides: str) -> tuple[str, ...]:
     """The overrides, with only the last one of each key."""
-    return tuple({override.partition("=")[0].lstrip("+"): override for override in overrides}.values())
+    return tuple({overridden_key(override): override for override in overrides}.values())
 
 
 def compared(check: Check, overall: dict) -> list[tuple[str, float, float | None, bool | None]]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from specbench.config.overrides import overridden_key
 from specbench.measure.records import run_folder as store
 from specbench.measure.records.source import source_sha256
 from specbench.system import settings as values
@@ -26,7 +27,6 @@ SWEEPS, SWEEP = "sweeps", "sweep.json"
 WAITING, RUNNING, OK, FAILED, LEFT_OUT = "waiting", "running", "ok", "failed", "left out"
 ENDED_WELL = (OK, LEFT_OUT)
 WHETHER = ("rerun", "leave_out")  # settings that say what to do again, not what to measure
-THREADS = "threads"
 
 # Measures run folders on this machine or another, each in its own process. Accepts the folders, which are created on
 # iteration, and a folder for logs; yields each finished run folder with its exit code and, if the folder does not
@@ -75,7 +75,7 @@ class Sweep:
                         "run_dir": _relative(job.run_dir, runs),
                         "code": job.code,
                         "reason": job.reason,
-                        "threads": job.cfg.get(THREADS),
+                        "threads": job.cfg.get("threads"),
                     }
                     for job in self.jobs
                 ],
@@ -123,7 +123,11 @@ def threads_of_first(job: Job, jobs: Iterable[Job]) -> int | None:
     """
     for other in jobs:
         run_dir = other.run_dir
-        if run_dir is None or not store.is_complete(run_dir) or _is_given(THREADS, other):
+        if (
+            run_dir is None
+            or not store.is_complete(run_dir)
+            or "threads" in map(overridden_key, other.overrides)
+        ):
             continue
         if _threads_for(other.cfg) == _threads_for(job.cfg):
             return chosen_threads(run_dir)
@@ -134,10 +138,6 @@ def _threads_for(cfg: DictConfig) -> list:
     """What the number of threads depends on: the target, not what drafts for it."""
     pair = {key: value for key, value in cfg.pair.items() if key != "parts" and not key.startswith("draft")}
     return [pair, cfg.engine, cfg.batch_size]
-
-
-def _is_given(key: str, job: Job) -> bool:
-    return any(override.lstrip("+").partition("=")[0] == key for override in job.overrides)
 
 
 def chosen_threads(run_dir: Path) -> int | None:
@@ -192,7 +192,7 @@ def _can_go_on(folder: Path, overrides: list[list[str]], code: str, rerun: bool)
 
 def _measured(overrides: list[str]) -> list[str]:
     """The overrides that determine what a job measures."""
-    return [override for override in overrides if override.lstrip("+").partition("=")[0] not in WHETHER]
+    return [override for override in overrides if overridden_key(override) not in WHETHER]
 
 
 def _relative(run_dir: Path | None, runs: Path) -> str | None:

@@ -26,7 +26,7 @@ from specbench.commands.run import run, run_locally
 from specbench.commands.sweep import Job, chosen_threads
 from specbench.config.checks import check
 from specbench.config.compose import program
-from specbench.config.overrides import check_no_run_dir
+from specbench.config.overrides import check_no_run_dir, overridden_key
 from specbench.data.question_files import TASKS
 from specbench.data.questions import EVERY, WARMUP, questions_sha256, warmup_questions
 from specbench.measure.records import run_folder as store
@@ -45,7 +45,7 @@ def tune(cfg: DictConfig) -> int:
     optuna = import_optional("optuna", "tune")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     overrides = list(HydraConfig.get().overrides.task)
-    fixed = {override.lstrip("+").partition("=")[0] for override in overrides}
+    fixed = {overridden_key(override) for override in overrides}
     bounds = dict(searched(cfg.search))
     space = {key: distribution(optuna, key, bounds[key]) for key in bounds if key not in fixed}
     if not space:

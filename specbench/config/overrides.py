@@ -40,6 +40,11 @@ PRESET = "experiment"  # the group of presets
 NOT_COMPOSED = (HydraException, OmegaConfBaseException, yaml.YAMLError)
 
 
+def overridden_key(override: str) -> str:
+    """The key that an override of the command line sets."""
+    return override.lstrip("+").partition("=")[0]
+
+
 def check_overrides(arguments: list[str]) -> None:
     """Checks the command line for arguments that Hydra would silently ignore or misread.
 
@@ -93,7 +98,7 @@ def check_no_run_dir(run_dir: str | None, part: str) -> None:
 def check_added(config_name: str, overrides: list[str]) -> None:
     """Raises UserError for a key added with `+` that nothing reads; Hydra would accept it."""
     for override in overrides:
-        key = override.lstrip("+").partition("=")[0]
+        key = overridden_key(override)
         if not override.startswith("+") or is_group(key) or re.search(r"^hydra\b|[/@]", key):
             continue
         # In a group whose keys may be new, only the group is checked.
@@ -162,7 +167,7 @@ def explain(
     if isinstance(error, ConfigCompositionException) and (key := NO_KEY.match(str(error))):
         return unknown_key(key[1], config_name, overrides)
     if isinstance(error, ConfigCompositionException) and (values := AMBIGUOUS.match(str(error))):
-        list_of = "" if is_group(values[1].partition("=")[0].lstrip("+")) else "; a list is key=[a,b]"
+        list_of = "" if is_group(overridden_key(values[1])) else "; a list is key=[a,b]"
         return f"{values[1]} has several values: `specbench sweep` measures each{list_of}"
     if isinstance(error, OverrideParseException):
         word = error.override

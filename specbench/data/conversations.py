@@ -198,9 +198,9 @@ def read(source: str, split: str = "train") -> Iterator[Messages]:
         return
     from datasets import load_dataset  # late: it takes a second
 
-    name, _, revision = source.partition("@")
+    name, revision = data_set_of(source)
     try:
-        rows = load_dataset(name, revision=commit_of(source) or revision or None, split=split, streaming=True)
+        rows = load_dataset(name, revision=revision, split=split, streaming=True)
     except Exception as error:
         raise UserError(f"no conversations '{source}': neither a file nor a data set ({error})") from error
     for number, row in enumerate(rows, 1):
@@ -211,21 +211,24 @@ def read(source: str, split: str = "train") -> Iterator[Messages]:
 
 
 @cache
-def commit_of(source: str) -> str | None:
-    """The commit of a data set on the hub that this process reads; None for one on the disk, or where no hub answers.
+def data_set_of(source: str) -> tuple[str, str | None]:
+    """The name of a data set, and the commit of it that this process reads.
+
+    Where no hub answers, and of one on the disk, it is the revision that was requested; None: none was.
 
     Args:
         source: as in `read`.
     """
-    name, _, revision = source.partition("@")
+    name, _, requested = source.partition("@")
+    revision = requested or None
     if packaged(name).exists():
-        return None
+        return name, revision
     from huggingface_hub import HfApi
 
     try:
-        return HfApi().dataset_info(name, revision=revision or None, timeout=HUB_SECONDS).sha
+        return name, HfApi().dataset_info(name, revision=revision, timeout=HUB_SECONDS).sha
     except Exception:  # noqa: BLE001 - whatever is wrong with it, `load_dataset` says so
-        return None
+        return name, revision
 
 
 def no_conversation(error: Exception) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specbench.data.contamination import stages
-from specbench.data.conversations import commit_of, count_left_out
+from specbench.data.conversations import count_left_out, data_set_of
 from specbench.data.questions import questions_sha256
 from specbench.models.weight_files import digests
 from specbench.system.errors import UserError
@@ -55,9 +55,8 @@ def data_of(cfg: DictConfig) -> str:
     path = packaged(cfg.conversations)
     if path.is_file():
         return f"sha256:{file_sha256(path)}"
-    commit = commit_of(cfg.conversations)
-    name = cfg.conversations if commit is None else f"{cfg.conversations.partition('@')[0]}@{commit}"
-    return f"{name}:{cfg.split}"
+    name, revision = data_set_of(cfg.conversations)
+    return f"{name}{f'@{revision}' if revision else ''}:{cfg.split}"
 
 
 def questions_of(cfg: DictConfig) -> str | None:

@@ -167,11 +167,11 @@ def shape_noise(
     changes = changes or shape_changes(target, samples, trees, widest)
     ours = changes.values.max().item()
     if ours == 0.0:
-        # Short samples may miss the few nodes of trees that round differently, and passes that are too wide for our
-        # own kernels, in which no shape rounds differently.
+        # In our own kernels no shape rounds differently, but short samples may miss passes that are too wide for them;
+        # of other kernels, the few nodes of trees that round differently.
         own_kernels = target.device.type == "cpu" and target.uses_torch is None
-        too_wide = rows * widest > native.MOST_TOKENS
-        if not too_wide if own_kernels else not trees:
+        may_be_missed = rows * widest > native.MOST_TOKENS if own_kernels else trees
+        if not may_be_missed:
             return 0.0
         passes = (forced_logits(target, *sample, max(BLOCKS)) for sample in samples)
         step = 2 * max((logit_step(target, logits) for logits in passes), default=0.0)

@@ -22,8 +22,9 @@ def choose_device(name: str, key: str = "pair.device") -> torch.device:
     Raises:
         UserError: this machine does not have it.
     """
-    rank, there = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+    there = torch.cuda.device_count()
     if name == "auto":
+        rank = int(os.environ.get("LOCAL_RANK", 0))
         if there and rank >= there:
             raise UserError(
                 f"process {rank + 1} has no CUDA device: this machine has {there}, one per process"

@@ -51,11 +51,12 @@ class PlainTable(Table):
 def console() -> Console:
     """Standard output: as wide as the terminal, and PIPED_WIDTH columns when it goes elsewhere.
 
-    Signs that its encoding lacks are replaced: a dash must not end a report.
+    Signs that its encoding lacks are replaced: a dash must not end a report. Square brackets are no markup.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
-    return Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else PIPED_WIDTH)
+    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else PIPED_WIDTH
+    return Console(width=width, markup=False)
 
 
 def speedup_text(numbers: dict, narrow: bool = False) -> Text:

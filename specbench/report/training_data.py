@@ -74,8 +74,12 @@ def differing_training(summaries: Iterable[dict]) -> list[str]:
     summaries = list(summaries)
     trained: dict[tuple[int, str], list[str]] = {}
     stored: dict[tuple[int, str], list[str]] = {}
+    unknown: list[str] = []
     for label, summary in zip(labels(summaries), summaries):
-        for record in summary["training"].values():
+        for record in _records(summary).values():
+            if not record:
+                unknown += [label] * (label not in unknown)
+                continue
             seen = trained if "steps" in record else stored
             names = seen.setdefault((tokens_seen(record), _text(record, _data)), [])
             if label not in names:
@@ -86,9 +90,6 @@ def differing_training(summaries: Iterable[dict]) -> list[str]:
         if len({tokens for tokens, _ in trained}) == 1:
             what = "drafters saw equally many tokens, but different text"
         lines.append(f"{what} ({_kinds(trained)})")
-    unknown = [
-        label for label, summary in zip(labels(summaries), summaries) if {} in _records(summary).values()
-    ]
     if trained and unknown:
         lines.append(f"how these were trained is unknown: {named(unknown)}")
     if stored and len(trained) + len(stored) > 1:

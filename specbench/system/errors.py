@@ -138,6 +138,22 @@ def one_line_errors(stops: bool = True) -> Iterator[None]:
         raise SystemExit(2) from None
 
 
+@contextmanager
+def memory_permitting(undone: str, tell: Callable[[str], None] = warn) -> Iterator[None]:
+    """Within the context, a lack of memory ends the work with a warning; every other error is raised.
+
+    Args:
+        undone: what was not done then, for the warning.
+        tell: prints it.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if (what := out_of_memory(error)) is None:
+            raise
+        tell(f"{undone}: {what}")
+
+
 def out_of_memory(error: BaseException) -> str | None:
     """The message of an error about full memory, of a GPU or of the machine; None for any other error."""
     torch = sys.modules.get("torch")  # not imported for this: it takes seconds

@@ -121,11 +121,11 @@ def made_once(path: Path, doing: str, write: Callable[[Path], object]) -> Path:
     return path
 
 
-def file_named(path: str, setting: str = "out") -> Path:
+def file_named(out: str) -> Path:
     """The path of a file to write. Raises UserError if it is empty, or names no file, as "." does."""
-    if not Path(path).name:
-        raise UserError(f"{setting} must name a file, not '{path}'")
-    return Path(path)
+    if not Path(out).name:
+        raise UserError(f"out must name a file, not '{out}'")
+    return Path(out)
 
 
 @contextmanager

@@ -18,9 +18,9 @@ from specbench.data.contamination import MeasuredTexts
 from specbench.data.conversations import (
     batched,
     check_conversations,
-    commit_of,
     conversations,
     count_left_out,
+    data_set_of,
     end_of_answer,
     is_file,
     packed_rows,
@@ -202,12 +202,12 @@ def test_a_data_set_is_read_and_known_by_its_commit(monkeypatch, source, revisio
 
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", dataset_info)
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    commit_of.cache_clear()
+    data_set_of.cache_clear()
     assert [one[0]["content"] for one in read(source)] == ["Why?"]
     cfg = OmegaConf.create({"conversations": source, "split": "train"})
     assert data_of(cfg) == "a/set@c0ffee:train"
     assert requested == [("a/set", revision)] and read_at == [("a/set", "c0ffee")]
-    commit_of.cache_clear()
+    data_set_of.cache_clear()
 
 
 @given(st.lists(st.integers(1, 12), max_size=80))

@@ -119,8 +119,8 @@ FAULTS = (
         "stored states of another split are taken",
         "training",
         "specbench/data/training_folder.py",
-        'return f"{name}:{cfg.split}"',
-        "return name",
+        "{f'@{revision}' if revision else ''}:{cfg.split}",
+        "{f'@{revision}' if revision else ''}",
         ("tests/methods/test_training_resume.py",),
     ),
     Fault(

@@ -164,6 +164,11 @@ def test_labels_are_no_markup():
     assert "[/2] layers 50%" in shown(tables.run_table(noted), 200)
 
 
+def test_lines_on_the_console_are_no_markup(capsys):
+    cells.console().print("a[/b] of [red]c")
+    assert capsys.readouterr().out == "a[/b] of [red]c\n"
+
+
 def test_a_cell_of_a_grid_is_no_run_with_a_fault():
     runs = {(a, b): faster(1 + a + b, settings={"a": a, "b": b}) for a in (1, 2) for b in (1, 2)}
     runs[2, 2] = changed(runs[2, 2], equivalence__violation=1)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specbench.system.errors import out_of_memory, warn
+from specbench.system.errors import memory_permitting
 from specbench.system.processes import free_memory
 
 if TYPE_CHECKING:
@@ -25,13 +25,9 @@ PASSES = 7
 
 def bandwidth_if_possible(device: torch.device) -> float | None:
     """As `bandwidth`; None, with a warning, where there is no memory for its buffer."""
-    try:
+    with memory_permitting("the memory's bandwidth was not measured"):
         return bandwidth(device)
-    except (RuntimeError, MemoryError) as error:
-        if out_of_memory(error) is None:
-            raise
-        warn(f"the memory's bandwidth was not measured: {out_of_memory(error)}")
-        return None
+    return None
 
 
 def bandwidth(device: torch.device) -> float:

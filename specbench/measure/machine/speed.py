@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from specbench.measure.machine import bandwidth
 from specbench.measure.machine.hardware import cpu_model
-from specbench.system.errors import UserError, out_of_memory, warn
+from specbench.system.errors import UserError, memory_permitting, warn
 from specbench.system.files import write_atomic
 from specbench.system.paths import cache_folder
 from specbench.system.processes import own_cores
@@ -151,14 +151,10 @@ class Probes:
 
     def take_if_possible(self) -> Figures | None:
         """As `take`; a probe for which there is no memory is left out, since the questions are what counts."""
-        try:
+        with memory_permitting("the machine's speed was not probed", _warn):
             return self.take()
-        except (RuntimeError, MemoryError) as error:
-            if out_of_memory(error) is None:
-                raise
-            self._taken = time.monotonic()
-            _warn(f"the machine's speed was not probed: {out_of_memory(error)}")
-            return None
+        self._taken = time.monotonic()
+        return None
 
     def is_due(self) -> bool:
         """Whether the next probe is due."""

@@ -92,7 +92,7 @@ def is_measured(run_dir: Path, config: Mapping) -> bool:
     if not is_complete(run_dir) or read_json(run_dir / SUMMARY)["status"] != "complete":
         return False
     config = plain(config)
-    return _difference(run_dir, config, _code(config)) is None and not changed_since(run_dir, config)
+    return _hindrance(run_dir, config, _code(config)) is None
 
 
 def changed_since(run_dir: Path, config: Mapping) -> list[str]:
@@ -212,15 +212,20 @@ def _difference(run_dir: Path, config: dict, code: dict) -> str | None:
     return None
 
 
+def _hindrance(run_dir: Path, config: dict, code: dict) -> str | None:
+    """As `_difference`; for a finished folder, also what has changed around it since."""
+    difference = _difference(run_dir, config, code)
+    if difference is None and is_complete(run_dir) and (changed := changed_since(run_dir, config)):
+        return f"something has changed since it was measured ({'; '.join(changed)})"
+    return difference
+
+
 def _given_folder(run_dir: Path, config: dict, code: dict) -> Path:
     make_folder(run_dir)
     if not any(run_dir.iterdir()):
         return _start(run_dir, config, code)
-    difference = _difference(run_dir, config, code)
-    if difference is None and is_complete(run_dir) and (changed := changed_since(run_dir, config)):
-        difference = f"something has changed since it was measured ({'; '.join(changed)})"
-    if difference is not None:
-        raise UserError(f"cannot resume run_dir={run_dir}: {difference}; name another folder or none")
+    if (hindrance := _hindrance(run_dir, config, code)) is not None:
+        raise UserError(f"cannot resume run_dir={run_dir}: {hindrance}; name another folder or none")
     return run_dir
 
 
